@@ -1,0 +1,84 @@
+"""Every error a user of Layby can meet, as one tree.
+
+    LaybyError
+    ├── ConfigError              a setting, or a combination of settings, that cannot work
+    ├── ModelError               a model that cannot be found, read or run
+    │   └── ModelNotFoundError   …because the name leads nowhere
+    ├── InvalidRequestError      the request is at fault (HTTP 400); names the parameter
+    │   └── RequestTooLargeError …it could never fit in the KV cache, even alone
+    ├── QueueFullError           too many requests are queued (HTTP 429); try again later
+    ├── RequestFailedError       this one request failed while it ran (HTTP 500)
+    └── EngineUnavailableError   the engine takes no work (HTTP 503)
+        ├── EngineDrainingError  …because it is shutting down
+        └── EngineDeadError      …because a step failed
+
+The module imports nothing, so that every layer can raise these.
+"""
+
+from __future__ import annotations
+
+
+class LaybyError(Exception):
+    """Base of all errors that Layby raises on purpose."""
+
+
+class ConfigError(LaybyError, ValueError):
+    """A setting, or a combination of settings, cannot work. The message names both."""
+
+
+class ModelError(LaybyError):
+    """A model cannot be read or is of a kind that Layby does not run."""
+
+
+class ModelNotFoundError(ModelError):
+    """A model name leads nowhere. The message lists what was tried."""
+
+
+class InvalidRequestError(LaybyError, ValueError):
+    """A request that can never be served as written.
+
+    ``param`` names the offending parameter in the words of the OpenAI API, or is None when the
+    fault is in the request as a whole.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class RequestTooLargeError(InvalidRequestError):
+    """A request whose worst case exceeds the device pool, even with nothing else running.
+
+    ``needed_blocks`` and ``total_blocks`` are the two numbers of the message.
+    """
+
+    def __init__(
+        self, message: str, *, needed_blocks: int, total_blocks: int, param: str | None = None
+    ) -> None:
+        super().__init__(message, param=param)
+        self.needed_blocks = needed_blocks
+        self.total_blocks = total_blocks
+
+
+class QueueFullError(LaybyError):
+    """The waiting queue is at its limit; ``retry_after_s`` is a hint in seconds."""
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class RequestFailedError(LaybyError):
+    """One request failed while it ran; every other request goes on."""
+
+
+class EngineUnavailableError(LaybyError):
+    """The engine accepts no work at present."""
+
+
+class EngineDrainingError(EngineUnavailableError):
+    """The engine is shutting down: it finishes what it accepted and takes nothing new."""
+
+
+class EngineDeadError(EngineUnavailableError):
+    """A step failed as a whole; what was in flight was failed with this error."""

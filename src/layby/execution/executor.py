@@ -1,0 +1,68 @@
+"""The one seam between decisions and computation: an executor runs a step plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from layby.scheduling.plan import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token and its log-probability (natural logarithm) under the model.
+
+    ``rank`` is 1 for the most likely token.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class PositionLogprobs:
+    """What the model thought at one position: the chosen token and the best alternatives."""
+
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...]
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What one step produced.
+
+    Attributes:
+        tokens: One sampled token id for every sampler of the plan, in plan order
+            (``for item in plan.scheduled: for seq in item.samplers``).
+        logprobs: Aligned with ``tokens``; None where the request did not ask. Empty if nobody did.
+        prompt_logprobs: Request id → positions computed in this step, as
+            ``(position of the token, logprobs)`` pairs; position 0 has no prediction.
+        failures: Request id → message, for requests that failed alone in this step. Their entries
+            in ``tokens`` are placeholders.
+    """
+
+    tokens: list[int]
+    logprobs: list[PositionLogprobs | None] = field(default_factory=list)
+    prompt_logprobs: dict[str, list[tuple[int, PositionLogprobs]]] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+
+
+class Executor(Protocol):
+    """Runs step plans. The torch executor runs a model; others imitate one."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Do the plan's block moves in order, then its forward pass, and sample.
+
+        Raises:
+            Exception: The step failed as a whole; nothing of it may be used.
+        """
+        ...
+
+    def release(self, request_id: str) -> None:
+        """Forget what is kept for a request that has ended. Unknown ids are ignored."""
+        ...
+
+    def close(self) -> None:
+        """Free the pools."""
+        ...

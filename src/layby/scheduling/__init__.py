@@ -1,0 +1,52 @@
+"""The three-queue scheduler, in pure Python: usable alone, without torch or numpy.
+
+    from layby.scheduling import Request, Scheduler, SchedulerConfig
+
+    scheduler = Scheduler(SchedulerConfig(num_blocks=64, num_swap_blocks=256))
+    scheduler.add_request(Request("a", prompt=[1, 2, 3], max_tokens=8))
+    while scheduler.has_unfinished:
+        plan = scheduler.schedule()
+        scheduler.update(plan, tokens=[7] * plan.num_samples)
+"""
+
+from layby.scheduling.blocks import BlockPool, OutOfBlocksError
+from layby.scheduling.budget import SchedulingBudget
+from layby.scheduling.config import SchedulerConfig
+from layby.scheduling.memory import KVMemory
+from layby.scheduling.metrics import SchedulerMetrics
+from layby.scheduling.plan import BlockMove, PreemptionMode, ScheduledSequence, StepPlan
+from layby.scheduling.policy import POLICIES, Phase, Policy, SwappedFirst
+from layby.scheduling.queues import RequestQueue
+from layby.scheduling.request import (
+    FinishReason,
+    IllegalTransitionError,
+    Request,
+    RequestStatus,
+    Sequence,
+)
+from layby.scheduling.scheduler import Fit, Scheduler
+
+__all__ = [
+    "POLICIES",
+    "BlockMove",
+    "BlockPool",
+    "FinishReason",
+    "Fit",
+    "IllegalTransitionError",
+    "KVMemory",
+    "OutOfBlocksError",
+    "Phase",
+    "Policy",
+    "PreemptionMode",
+    "Request",
+    "RequestQueue",
+    "RequestStatus",
+    "ScheduledSequence",
+    "Scheduler",
+    "SchedulerConfig",
+    "SchedulerMetrics",
+    "SchedulingBudget",
+    "Sequence",
+    "StepPlan",
+    "SwappedFirst",
+]

@@ -1,0 +1,126 @@
+"""A pool of KV-cache blocks: who holds which, and what freed blocks still contain."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+
+class OutOfBlocksError(RuntimeError):
+    """More blocks were taken than the pool has: a caller did not ask first."""
+
+
+class BlockPool:
+    """Reference-counted blocks, content-addressed once they are full.
+
+    A block is in one of three states::
+
+        free        no holder, no known content         taken first
+        evictable   no holder, content still readable   taken next, least recently used first
+        held        one holder or more
+
+    Every operation costs O(blocks touched).
+
+    Args:
+        num_blocks: Size of the pool, in blocks; may be 0.
+    """
+
+    __slots__ = ("_content", "_evictable", "_free", "_index", "_ref_counts", "num_blocks")
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._evictable: OrderedDict[int, None] = OrderedDict()
+        self._ref_counts = [0] * num_blocks
+        self._content: dict[int, bytes] = {}  # block → content address
+        self._index: dict[bytes, int] = {}  # content address → block
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be taken: free and evictable ones."""
+        return len(self._free) + len(self._evictable)
+
+    @property
+    def num_evictable(self) -> int:
+        """Blocks without a holder whose content can still be reused."""
+        return len(self._evictable)
+
+    @property
+    def num_held(self) -> int:
+        """Blocks with at least one holder."""
+        return self.num_blocks - self.num_free
+
+    @property
+    def usage(self) -> float:
+        """Share of the pool that is held, from 0 to 1 (0 for an empty pool)."""
+        return self.num_held / self.num_blocks if self.num_blocks else 0.0
+
+    def ref_count(self, block: int) -> int:
+        """How many holders the block has."""
+        return self._ref_counts[block]
+
+    def allocate(self, count: int) -> list[int]:
+        """Take ``count`` blocks, each with one holder and no known content.
+
+        Raises:
+            OutOfBlocksError: Fewer are available; nothing was taken.
+        """
+        if count > self.num_free:
+            raise OutOfBlocksError(f"{count} blocks asked of a pool with {self.num_free} to give")
+        from_free = min(count, len(self._free))
+        blocks = self._free[len(self._free) - from_free :][::-1]
+        del self._free[len(self._free) - from_free :]
+        while len(blocks) < count:
+            block, _ = self._evictable.popitem(last=False)
+            del self._index[self._content.pop(block)]
+            blocks.append(block)
+        for block in blocks:
+            self._ref_counts[block] = 1
+        return blocks
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Add a holder to each block; an evictable one is thereby kept."""
+        for block in blocks:
+            if self._ref_counts[block] == 0:
+                del self._evictable[block]
+            self._ref_counts[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Take a holder from each block, given in table order.
+
+        A block left without holders stays evictable if its content is known. Of one table the
+        tail is given up first, because a prefix serves more requests than what follows it.
+        """
+        for block in reversed(list(blocks)):
+            count = self._ref_counts[block] - 1
+            if count < 0:
+                raise OutOfBlocksError(f"block {block} was released more often than it was taken")
+            self._ref_counts[block] = count
+            if count == 0:
+                if block in self._content:
+                    self._evictable[block] = None
+                else:
+                    self._free.append(block)
+
+    def publish(self, block: int, address: bytes) -> None:
+        """Make a full block findable by its content; the first of equal blocks is the one found."""
+        if address not in self._index and block not in self._content:
+            self._index[address] = block
+            self._content[block] = address
+
+    def find(self, address: bytes) -> int | None:
+        """A block with this content, held or evictable; None if there is none."""
+        return self._index.get(address)
+
+    def check_integrity(self) -> None:
+        """Verify free + evictable + held = total and that the indexes agree.
+
+        Raises:
+            AssertionError: They do not.
+        """
+        held = sum(count > 0 for count in self._ref_counts)
+        total = len(self._free) + len(self._evictable) + held
+        assert total == self.num_blocks, f"{total} blocks accounted for of {self.num_blocks}"
+        assert all(self._ref_counts[b] == 0 and b not in self._content for b in self._free)
+        assert all(self._ref_counts[b] == 0 and b in self._content for b in self._evictable)
+        assert {block: address for address, block in self._index.items()} == self._content

@@ -1,0 +1,75 @@
+"""Settings of the scheduler, checked together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from layby.errors import ConfigError
+
+PREEMPTION_MODES = ("auto", "swap", "recompute")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Everything a scheduler needs to know.
+
+    Attributes:
+        num_blocks: Blocks of the device pool.
+        num_swap_blocks: Blocks of the swap pool; 0 leaves recompute as the only way out.
+        block_size: Token slots of one block.
+        max_num_seqs: Most sequences on the device at a time.
+        max_num_batched_tokens: Most tokens one step computes.
+        max_model_len: Most tokens, prompt and output, of one sequence. None: no limit but memory.
+        preemption_mode: ``swap`` and ``auto`` park by swapping, and recompute what the swap pool
+            cannot take; ``recompute`` never swaps.
+        policy: ``swapped-first``, ``running-first``, ``recompute-only`` or ``reserve``.
+        enable_prefix_caching: Reuse full blocks by content.
+        watermark: Blocks kept free per running sequence when work is resumed or admitted.
+        max_queue: Most sequences of new requests that wait beyond those that could run; None: no
+            limit. Counts ``n`` per request, and never what was preempted.
+
+    Raises:
+        ConfigError: A value, or a combination, cannot work.
+    """
+
+    num_blocks: int
+    num_swap_blocks: int = 0
+    block_size: int = 16
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    max_model_len: int | None = None
+    preemption_mode: str = "auto"
+    policy: str = "swapped-first"
+    enable_prefix_caching: bool = True
+    watermark: float = 1.0
+    max_queue: int | None = None
+
+    def __post_init__(self) -> None:
+        from layby.scheduling.policy import POLICIES
+
+        for name, low in (
+            ("num_blocks", 1),
+            ("num_swap_blocks", 0),
+            ("block_size", 1),
+            ("max_num_seqs", 1),
+            ("max_num_batched_tokens", 1),
+            ("max_model_len", 1),
+            ("watermark", 0),
+            ("max_queue", 0),
+        ):
+            value = getattr(self, name)
+            if value is not None and value < low:
+                raise ConfigError(f"{name} must be at least {low}, got {value}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
+                f"max_num_seqs ({self.max_num_seqs}): every running sequence gets a token per step"
+            )
+        for name, choices in (
+            ("preemption_mode", PREEMPTION_MODES),
+            ("policy", tuple(POLICIES)),
+        ):
+            if getattr(self, name) not in choices:
+                raise ConfigError(
+                    f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}"
+                )

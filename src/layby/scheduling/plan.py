@@ -1,0 +1,84 @@
+"""The scheduler's answer for one step: who runs, how far, and which blocks move first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from layby.scheduling.request import Request, Sequence
+
+
+class BlockMove(NamedTuple):
+    """Copy one block's content. ``src`` and ``dst`` index the pools named by the move's list."""
+
+    src: int
+    dst: int
+
+
+class PreemptionMode(Enum):
+    """How a running request leaves the device."""
+
+    SWAP = "swap"
+    RECOMPUTE = "recompute"
+
+
+@dataclass(slots=True)
+class ScheduledSequence:
+    """One sequence's share of the step.
+
+    The forward pass computes positions ``start … start + num_tokens - 1`` of the sequence, writing
+    their KV through ``sequence.block_table``. If ``samplers`` is not empty, the logits of the last
+    of these positions are sampled once for each sequence in it: for the sequence itself, or, at
+    the end of a prompt with ``n > 1``, for all samples of the request.
+    """
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    samplers: tuple[Sequence, ...]
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step: moves first (``swap_out``, then ``swap_in``, then ``copy``), then the forward pass.
+
+    Within one list all reads come before all writes, so a block may be the source of one move and
+    the destination of another.
+
+    Attributes:
+        step: Number of the step, from 1.
+        now: The scheduler's clock when the step was decided, in seconds.
+        scheduled: What the forward pass computes, in running order.
+        swap_out: Device block → swap block.
+        swap_in: Swap block → device block.
+        copy: Device block → device block (copy-on-write).
+        preempted: Requests that left the device in this step, and how.
+        resumed: Requests that came back from the swap pool in this step.
+        admitted: Requests that came from the waiting queue in this step.
+    """
+
+    step: int
+    now: float
+    scheduled: list[ScheduledSequence] = field(default_factory=list)
+    swap_out: list[BlockMove] = field(default_factory=list)
+    swap_in: list[BlockMove] = field(default_factory=list)
+    copy: list[BlockMove] = field(default_factory=list)
+    preempted: list[tuple[Request, PreemptionMode]] = field(default_factory=list)
+    resumed: list[Request] = field(default_factory=list)
+    admitted: list[Request] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens the forward pass computes."""
+        return sum(item.num_tokens for item in self.scheduled)
+
+    @property
+    def num_samples(self) -> int:
+        """Tokens to be sampled: the length of the list that ``Scheduler.update`` takes."""
+        return sum(len(item.samplers) for item in self.scheduled)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to do at all."""
+        return not (self.scheduled or self.swap_out or self.swap_in or self.copy)

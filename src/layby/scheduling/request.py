@@ -1,0 +1,275 @@
+"""Requests and their sequences: what a call asked for, and how far it has come."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterable
+from enum import Enum
+
+from layby.errors import InvalidRequestError
+
+
+class RequestStatus(Enum):
+    """Where a request is. Every state lists the states that may follow it in ``_NEXT``."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    SWAPPED = "swapped"
+    FINISHED = "finished"
+
+
+_NEXT = {
+    RequestStatus.WAITING: {RequestStatus.RUNNING, RequestStatus.FINISHED},
+    RequestStatus.RUNNING: {
+        RequestStatus.SWAPPED,
+        RequestStatus.WAITING,  # by recompute only
+        RequestStatus.FINISHED,
+    },
+    RequestStatus.SWAPPED: {RequestStatus.RUNNING, RequestStatus.FINISHED},
+    RequestStatus.FINISHED: set(),
+}
+
+
+class FinishReason(Enum):
+    """Why a sequence ended, in the words of OpenAI's API where it has one."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class IllegalTransitionError(RuntimeError):
+    """A request was moved between two states that do not follow each other: a bug in Layby."""
+
+
+class Sequence:
+    """One sample of a request: its tokens and where their KV lies.
+
+    Attributes:
+        request: The request it belongs to.
+        index: Its number among the request's samples, from 0.
+        tokens: Prompt and output token ids.
+        num_prompt_tokens: How many of them are prompt.
+        num_computed: Positions whose KV is stored. While decoding this is ``len(tokens) - 1``:
+            the last sampled token is computed in the next step.
+        block_table: Device blocks that hold positions 0, 1, … ; empty off the device.
+        swap_table: The same in the swap pool; empty unless the request is swapped.
+        finish_reason: None while it is alive.
+    """
+
+    __slots__ = (
+        "block_hashes",
+        "block_table",
+        "finish_reason",
+        "index",
+        "most_computed",
+        "num_computed",
+        "num_prompt_tokens",
+        "request",
+        "stop_token",
+        "swap_table",
+        "tokens",
+    )
+
+    def __init__(self, request: Request, index: int, tokens: list[int]) -> None:
+        self.request = request
+        self.index = index
+        self.tokens = tokens
+        self.num_prompt_tokens = request.num_prompt_tokens
+        self.num_computed = 0
+        self.most_computed = 0  # high-water mark of num_computed: below it, work is done again
+        self.block_table: list[int] = []
+        self.swap_table: list[int] = []
+        self.block_hashes: list[bytes] = []
+        self.finish_reason: FinishReason | None = None
+        self.stop_token: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens so far."""
+        return len(self.tokens)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens so far."""
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def output_tokens(self) -> list[int]:
+        """Output token ids so far."""
+        return self.tokens[self.num_prompt_tokens :]
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it has ended, for whatever reason."""
+        return self.finish_reason is not None
+
+    def hash_full_blocks(self, num_blocks: int, block_size: int) -> list[bytes]:
+        """Content addresses of the first ``num_blocks`` blocks, all of which must be full.
+
+        Each address covers the block's tokens and, through the one before it, everything that
+        precedes them; the first is seeded with the request's salt. Costs only what is new.
+        """
+        hashes = self.block_hashes
+        for index in range(len(hashes), num_blocks):
+            parent = hashes[-1] if hashes else self.request.salt
+            block = self.tokens[index * block_size : (index + 1) * block_size]
+            digest = hashlib.blake2b(parent, digest_size=16)
+            digest.update(array("q", block).tobytes())
+            hashes.append(digest.digest())
+        return hashes
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.request.request_id}#{self.index}, "
+            f"{self.num_prompt_tokens}+{self.num_output_tokens} tokens, "
+            f"{self.num_computed} computed)"
+        )
+
+
+class Request:
+    """One call by a user; its sequences are scheduled and parked together.
+
+    Args:
+        request_id: Unique among live requests.
+        prompt: Prompt token ids, at least one.
+        max_tokens: Most tokens to generate per sequence, at least 1.
+        n: Samples to draw.
+        priority: Class; a smaller number is more urgent.
+        arrival_time: Seconds on the scheduler's clock; the scheduler fills in its own time
+            when None.
+        min_tokens: Output tokens before a stop token counts.
+        stop_token_ids: Tokens that end a sequence (end-of-sequence tokens among them, unless the
+            caller ignores those).
+        cache_salt: Requests share cached prefixes only with requests of the same salt.
+        use_prefix_cache: False computes the whole prompt even where its KV is cached (prompt
+            log-probabilities need every row).
+        payload: Anything the executor needs to know; never looked at here.
+
+    Raises:
+        InvalidRequestError: The prompt is empty, or a count is out of range.
+    """
+
+    __slots__ = (
+        "arrival_time",
+        "finish_time",
+        "first_token_time",
+        "max_tokens",
+        "min_tokens",
+        "n",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "order",
+        "payload",
+        "prefix_owner",
+        "priority",
+        "request_id",
+        "salt",
+        "sequences",
+        "status",
+        "stop_token_ids",
+        "swapped_since",
+        "swapped_s",
+        "use_prefix_cache",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: Iterable[int],
+        *,
+        max_tokens: int,
+        n: int = 1,
+        priority: int = 0,
+        arrival_time: float | None = None,
+        min_tokens: int = 0,
+        stop_token_ids: Iterable[int] = (),
+        cache_salt: str = "",
+        use_prefix_cache: bool = True,
+        payload: object = None,
+    ) -> None:
+        tokens = list(prompt)
+        for name, value, low in (
+            ("prompt", len(tokens), 1),
+            ("max_tokens", max_tokens, 1),
+            ("n", n, 1),
+            ("min_tokens", min_tokens, 0),
+        ):
+            if value < low:
+                what = "holds no tokens" if name == "prompt" else f"is {value}, below {low}"
+                raise InvalidRequestError(f"{name} of request {request_id} {what}", param=name)
+        self.request_id = request_id
+        self.num_prompt_tokens = len(tokens)
+        self.max_tokens = max_tokens
+        self.min_tokens = min_tokens
+        self.n = n
+        self.priority = priority
+        self.arrival_time = arrival_time
+        self.stop_token_ids = frozenset(stop_token_ids)
+        self.salt = hashlib.blake2b(cache_salt.encode(), digest_size=16).digest()
+        self.use_prefix_cache = use_prefix_cache
+        self.payload = payload
+        self.status = RequestStatus.WAITING
+        self.order = 0  # tie-break among equal arrival times; the scheduler numbers requests
+        self.sequences = [Sequence(self, 0, tokens)]
+        # Set while diverged samples wait for one of them to compute their common prefix again.
+        self.prefix_owner: Sequence | None = None
+        self.num_preemptions = 0
+        self.first_token_time: float | None = None
+        self.finish_time: float | None = None
+        self.swapped_since: float | None = None
+        self.swapped_s = 0.0
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it has left the engine."""
+        return self.status is RequestStatus.FINISHED
+
+    @property
+    def has_forked(self) -> bool:
+        """Whether its samples have become sequences of their own (after the prompt)."""
+        return len(self.sequences) == self.n
+
+    @property
+    def ready_sequences(self) -> list[Sequence]:
+        """Sequences that can compute tokens in the next step."""
+        if self.prefix_owner is not None:
+            return [self.prefix_owner]
+        return self.live_sequences
+
+    @property
+    def live_sequences(self) -> list[Sequence]:
+        """Sequences that have not ended."""
+        return [seq for seq in self.sequences if seq.finish_reason is None]
+
+    @property
+    def num_live_seqs(self) -> int:
+        """Places it takes under ``max_num_seqs``: samples not yet forked count already."""
+        finished = sum(seq.finish_reason is not None for seq in self.sequences)
+        return self.n - finished
+
+    def fork(self) -> None:
+        """Give every sample its own sequence, each with the tokens of the first."""
+        tokens = self.sequences[0].tokens
+        self.sequences += [Sequence(self, index, list(tokens)) for index in range(1, self.n)]
+
+    def unfork(self) -> None:
+        """Undo a fork whose step was not taken."""
+        del self.sequences[1:]
+
+    def move_to(self, status: RequestStatus) -> None:
+        """Change state; the only place where it changes.
+
+        Raises:
+            IllegalTransitionError: The new state may not follow the present one.
+        """
+        if status not in _NEXT[self.status]:
+            raise IllegalTransitionError(
+                f"request {self.request_id} cannot go from {self.status.value} to {status.value}"
+            )
+        self.status = status
+
+    def __repr__(self) -> str:
+        return f"Request({self.request_id}, {self.status.value}, priority {self.priority})"

@@ -1,0 +1,549 @@
+"""The three queues and the step: swapped first, running next, waiting last; a budget pays."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from enum import Enum
+
+from layby.errors import InvalidRequestError, QueueFullError, RequestTooLargeError
+from layby.scheduling.blocks import BlockPool
+from layby.scheduling.budget import SchedulingBudget
+from layby.scheduling.config import SchedulerConfig
+from layby.scheduling.memory import KVMemory
+from layby.scheduling.metrics import SchedulerMetrics
+from layby.scheduling.plan import PreemptionMode, ScheduledSequence, StepPlan
+from layby.scheduling.policy import POLICIES, Phase, Policy
+from layby.scheduling.queues import RequestQueue
+from layby.scheduling.request import FinishReason, Request, RequestStatus, Sequence
+
+
+class Fit(Enum):
+    """Whether a request can come in now. What never fits is refused by ``add_request``."""
+
+    OK = "ok"
+    LATER = "later"
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step while it is being decided.
+
+    ``set_aside_blocks`` are device blocks that running work needs in this very step and has not
+    taken yet: nobody who comes in may have them. ``entered`` came in during this step and is no
+    victim in it; ``planned`` has its tokens.
+    """
+
+    plan: StepPlan
+    budget: SchedulingBudget
+    set_aside_blocks: int = 0
+    entered: set[Request] = field(default_factory=set)
+    planned: set[Request] = field(default_factory=set)
+
+    @property
+    def preempted(self) -> list[Request]:
+        return [request for request, _ in self.plan.preempted]
+
+
+class Scheduler:
+    """Decides, step by step, which requests compute and which are parked.
+
+    Usage: ``plan = schedule()``, run the plan, ``update(plan, tokens)``, again. Requests may be
+    added, aborted and finished between ``update`` and the next ``schedule``.
+
+    Args:
+        config: Pool sizes and limits.
+        clock: Seconds; read once in ``schedule`` and once in ``update``. A simulator hands in its
+            own.
+        policy: Used instead of the one that ``config`` names.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        clock: Callable[[], float] = time.monotonic,
+        policy: Policy | None = None,
+    ) -> None:
+        self.config = config
+        self.clock = clock
+        self.policy = policy or POLICIES[config.policy](
+            preemption_mode=config.preemption_mode, watermark=config.watermark
+        )
+        self.memory = KVMemory(
+            config.num_blocks,
+            config.num_swap_blocks,
+            config.block_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+        )
+        self.waiting = RequestQueue(self.policy.urgency)
+        self.running = RequestQueue(self.policy.urgency)
+        self.swapped = RequestQueue(self.policy.urgency)
+        self.requests: dict[str, Request] = {}
+        self.metrics = SchedulerMetrics()
+        self._num_steps = 0
+        self._num_added = 0
+        self._num_queued_seqs = 0  # samples of requests that were never admitted
+
+    # --- coming in ---
+
+    def add_request(self, request: Request) -> None:
+        """Put a new request in the waiting queue.
+
+        Raises:
+            InvalidRequestError: Its id is taken, or it wants more samples or tokens than allowed.
+            RequestTooLargeError: It would not fit in the device pool even alone.
+            QueueFullError: ``max_queue`` is reached.
+        """
+        if request.request_id in self.requests:
+            raise InvalidRequestError(
+                f"a request with id {request.request_id!r} is already being served",
+                param="request_id",
+            )
+        self._check_size(request)
+        self._check_queue(request)
+        if request.arrival_time is None:
+            request.arrival_time = self.clock()
+        self._num_added += 1
+        request.order = self._num_added
+        self.requests[request.request_id] = request
+        self.waiting.add(request)
+        self._num_queued_seqs += request.n
+        self.metrics.requests_accepted += 1
+
+    def _check_size(self, request: Request) -> None:
+        config = self.config
+        if request.n > config.max_num_seqs:
+            raise InvalidRequestError(
+                f"n is {request.n}, but at most {config.max_num_seqs} sequences can run",
+                param="n",
+            )
+        length = request.num_prompt_tokens + request.max_tokens
+        if config.max_model_len is not None and length > config.max_model_len:
+            raise InvalidRequestError(
+                f"the prompt's {request.num_prompt_tokens} tokens and max_tokens "
+                f"{request.max_tokens} make {length}, but a sequence holds at most "
+                f"{config.max_model_len} tokens",
+                param="max_tokens",
+            )
+        needed = self.memory.worst_case_blocks(request)
+        if needed > config.num_blocks:
+            samples = f", n {request.n}" if request.n > 1 else ""
+            raise RequestTooLargeError(
+                f"the prompt's {request.num_prompt_tokens} tokens with max_tokens "
+                f"{request.max_tokens}{samples} need {needed} KV blocks of {config.block_size} "
+                f"tokens, but the pool has {config.num_blocks}",
+                needed_blocks=needed,
+                total_blocks=config.num_blocks,
+                param="max_tokens",
+            )
+
+    def _check_queue(self, request: Request) -> None:
+        """New requests may fill the free places and, beyond those, the queue; preempted ones do
+        not count as queued, they hold a place already."""
+        limit = self.config.max_queue
+        if limit is None or self._num_queued_seqs + request.n <= limit:
+            return
+        placed = sum(r.num_live_seqs for r in self.requests.values()) - self._num_queued_seqs
+        free_places = max(0, self.config.max_num_seqs - placed)
+        if self._num_queued_seqs + request.n > limit + free_places:
+            raise QueueFullError(
+                f"{self._num_queued_seqs} sequences are queued behind {placed} that hold a place; "
+                f"{request.n} more would exceed the queue's limit of {limit}"
+            )
+
+    def max_output_tokens(self, num_prompt_tokens: int, n: int = 1) -> int:
+        """Largest ``max_tokens`` that context and device pool allow; 0 or less if none does."""
+        most = self.memory.max_output_tokens(num_prompt_tokens, n)
+        if self.config.max_model_len is not None:
+            most = min(most, self.config.max_model_len - num_prompt_tokens)
+        return most
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request is waiting, running or swapped."""
+        return bool(self.requests)
+
+    # --- one step ---
+
+    def schedule(self) -> StepPlan:
+        """Decide one step. The plan must be executed, and ``update`` called, before the next."""
+        step = self._stand_fast()
+        for phase in self.policy.phases:
+            match phase:
+                case Phase.SWAPPED:
+                    self._schedule_swapped(step)  # let parked work back in
+                case Phase.RUNNING:
+                    self._schedule_running(step)  # give running work its next tokens
+                case Phase.WAITING:
+                    self._schedule_waiting(step)  # admit new work with what is left
+        self._note_peaks()
+        return step.plan
+
+    def _stand_fast(self) -> _Step:
+        """Running work keeps its place: a seat and a token per sequence, and the blocks it needs
+        for this step, are its own before anybody else is looked at."""
+        self._num_steps += 1
+        step = _Step(
+            plan=StepPlan(step=self._num_steps, now=self.clock()),
+            budget=SchedulingBudget(self.config.max_num_batched_tokens, self.config.max_num_seqs),
+        )
+        for request in self.running:
+            self._take_seat(request, step)
+        return step
+
+    def _schedule_swapped(self, step: _Step) -> None:
+        """Bring parked requests back, most urgent first; nobody overtakes the first that must
+        stay. A more urgent class that waits goes ahead."""
+        if step.plan.preempted and not self.policy.resumes_after_preemption:
+            return
+        while (request := self.swapped.head) is not None:
+            newcomer = self.waiting.head
+            if newcomer is not None and self.policy.may_admit(newcomer, [request]):
+                return
+            if self._can_resume(request, step) is Fit.LATER:
+                return
+            self._resume(request, step)
+
+    def _schedule_running(self, step: _Step) -> None:
+        """Give each running request blocks and tokens, most urgent first; when blocks run out,
+        the least urgent is preempted, which may be the request itself."""
+        for request in list(self.running):
+            if request.status is not RequestStatus.RUNNING or request in step.planned:
+                continue
+            while (growth := self.memory.growth(request)) > self.memory.device.num_free:
+                victim = self.policy.victim(r for r in self.running if r not in step.entered)
+                self._preempt(victim, step)
+                if victim is request:
+                    break
+            else:
+                step.set_aside_blocks -= growth
+                self._plan_tokens(request, step)
+
+    def _schedule_waiting(self, step: _Step) -> None:
+        """Admit new requests, most urgent first, unless parked or just preempted work of the same
+        urgency has a better claim; the first that must stay ends it."""
+        while (request := self.waiting.head) is not None:
+            if not self.policy.may_admit(request, [*self.swapped, *step.preempted]):
+                return
+            if self._can_admit(request, step) is Fit.LATER:
+                self._make_room(request, step)
+                if self._can_admit(request, step) is Fit.LATER:
+                    return
+            self._admit(request, step)
+
+    # --- questions ---
+
+    def _can_resume(self, request: Request, step: _Step) -> Fit:
+        return self._fits(request, self.memory.resume_need(request), step)
+
+    def _can_admit(self, request: Request, step: _Step) -> Fit:
+        needed = self.memory.admission_need(request)
+        return self._fits(
+            request, self.policy.admission_blocks(self.memory, request, needed), step
+        )
+
+    def _fits(self, request: Request, needed_blocks: int, step: _Step) -> Fit:
+        """Whether blocks, with headroom for who runs already, and budget allow one more."""
+        headroom = self.policy.headroom_blocks(self.memory, self.running)
+        free = self.memory.device.num_free - step.set_aside_blocks - headroom
+        affordable = step.budget.can_schedule(
+            num_tokens=len(request.ready_sequences), num_seqs=request.num_live_seqs
+        )
+        return Fit.OK if needed_blocks <= free and affordable else Fit.LATER
+
+    # --- verbs: status, memory and queue change together ---
+
+    def _resume(self, request: Request, step: _Step) -> None:
+        """swapped → running."""
+        self.swapped.remove(request)
+        request.move_to(RequestStatus.RUNNING)
+        moves = self.memory.resume(request)
+        step.plan.swap_in += moves
+        step.plan.resumed.append(request)
+        step.entered.add(request)
+        self.running.add(request)
+        self._take_seat(request, step)
+        self._end_parking(request, step.plan.now)
+        self.metrics.swapped_in_blocks += len(moves)
+
+    def _admit(self, request: Request, step: _Step) -> None:
+        """waiting → running."""
+        self._leave_waiting(request)
+        request.move_to(RequestStatus.RUNNING)
+        self.metrics.prefix_cache_hit_tokens += self.memory.admit(request)
+        self.metrics.prefix_cache_queried_tokens += sum(
+            seq.num_tokens for seq in request.live_sequences
+        )
+        step.plan.admitted.append(request)
+        step.entered.add(request)
+        self.running.add(request)
+        self._take_seat(request, step)
+        self._plan_tokens(request, step)
+
+    def _preempt(self, victim: Request, step: _Step) -> None:
+        """running → swapped, or running → waiting. What this step had planned for the victim is
+        undone: its place, its blocks and its share of the budget."""
+        self._unplan(victim, step)
+        self.running.remove(victim)
+        mode = self.policy.way_out(victim, can_swap=self.memory.can_park(victim))
+        if mode is PreemptionMode.SWAP:
+            victim.move_to(RequestStatus.SWAPPED)
+            moves = self.memory.park(victim)
+            step.plan.swap_out += moves
+            self.metrics.swapped_out_blocks += len(moves)
+            victim.swapped_since = step.plan.now
+            self.swapped.add(victim)
+        else:
+            victim.move_to(RequestStatus.WAITING)
+            self.memory.drop(victim)
+            self.waiting.add(victim)
+        victim.num_preemptions += 1
+        step.plan.preempted.append((victim, mode))
+        self.metrics.count_preemption(mode)
+
+    def _make_room(self, newcomer: Request, step: _Step) -> None:
+        """Preempt running work of less urgent classes for a newcomer, if that gets him in."""
+        if not self.policy.parks_for_urgent:
+            return
+        candidates = [
+            request
+            for request in self.running
+            if request.priority > newcomer.priority and request not in step.entered
+        ]
+        if not candidates:
+            return
+        spare = SchedulingBudget(
+            step.budget.token_budget,
+            step.budget.max_num_seqs,
+            step.budget.curr_tokens - sum(self._tokens_of(r, step) for r in candidates),
+            step.budget.curr_seqs - sum(r.num_live_seqs for r in candidates),
+        )
+        needed = self.memory.admission_need(newcomer)
+        freed = sum(self.memory.freed_by(request) for request in candidates)
+        staying = [request for request in self.running if request not in candidates]
+        headroom = self.policy.headroom_blocks(self.memory, staying)
+        if needed + headroom > self.memory.device.num_free + freed or not spare.can_schedule(
+            num_tokens=len(newcomer.ready_sequences), num_seqs=newcomer.num_live_seqs
+        ):
+            return
+        while candidates and self._can_admit(newcomer, step) is Fit.LATER:
+            victim = self.policy.victim(candidates)
+            candidates.remove(victim)
+            self._preempt(victim, step)
+
+    def _finish(self, request: Request, now: float) -> None:
+        """any state → finished, once every sequence has ended."""
+        match request.status:
+            case RequestStatus.WAITING:
+                self._leave_waiting(request)
+            case RequestStatus.SWAPPED:
+                self.swapped.remove(request)
+                self._end_parking(request, now)
+            case _:
+                self.running.remove(request)
+        request.move_to(RequestStatus.FINISHED)
+        request.finish_time = now
+        for seq in request.sequences:
+            self.memory.release(seq)
+        del self.requests[request.request_id]
+
+    def _leave_waiting(self, request: Request) -> None:
+        self.waiting.remove(request)
+        if request.num_preemptions == 0:
+            self._num_queued_seqs -= request.n
+
+    def _end_parking(self, request: Request, now: float) -> None:
+        assert request.swapped_since is not None
+        duration_s = now - request.swapped_since
+        request.swapped_since = None
+        request.swapped_s += duration_s
+        self.metrics.count_swapped(duration_s)
+
+    # --- what a step gives ---
+
+    def _take_seat(self, request: Request, step: _Step) -> None:
+        """Reserve the request's sequences, a token for each that can compute, and its growth."""
+        step.budget.add(
+            num_tokens=len(request.ready_sequences), num_seqs=request.num_live_seqs
+        )
+        step.set_aside_blocks += self.memory.growth(request)
+
+    def _plan_tokens(self, request: Request, step: _Step) -> None:
+        """Take the request's blocks and plan as many of its tokens as the budget still pays.
+
+        The first token of each sequence is paid for already; an unfinished prefill takes more.
+        """
+        step.planned.add(request)
+        step.plan.copy += self.memory.grow(request)
+        for seq in request.ready_sequences:
+            missing = seq.num_tokens - seq.num_computed
+            extra = min(missing - 1, step.budget.remaining_tokens)
+            step.budget.add(num_tokens=extra, num_seqs=0)
+            samplers: tuple[Sequence, ...] = ()
+            if extra == missing - 1:
+                if not request.has_forked:
+                    request.fork()
+                    samplers = tuple(request.sequences)
+                else:
+                    samplers = (seq,)
+            step.plan.scheduled.append(
+                ScheduledSequence(seq, seq.num_computed, 1 + extra, samplers)
+            )
+
+    def _tokens_of(self, request: Request, step: _Step) -> int:
+        """Tokens the step has promised or planned for the request."""
+        if request not in step.planned:
+            return len(request.ready_sequences)
+        return sum(i.num_tokens for i in step.plan.scheduled if i.sequence.request is request)
+
+    def _unplan(self, request: Request, step: _Step) -> None:
+        """Take back what the step has promised or planned for a running request."""
+        plan = step.plan
+        step.budget.give_back(
+            num_tokens=self._tokens_of(request, step), num_seqs=request.num_live_seqs
+        )
+        if request not in step.planned:
+            step.set_aside_blocks -= self.memory.growth(request)
+            return
+        step.planned.remove(request)
+        mine = [item for item in plan.scheduled if item.sequence.request is request]
+        plan.scheduled = [item for item in plan.scheduled if item.sequence.request is not request]
+        plan.copy = self.memory.undo_copies(request, plan.copy)
+        if len(mine[0].samplers) > 1:
+            request.unfork()
+
+    # --- what a step brought ---
+
+    def update(self, plan: StepPlan, tokens: SequenceOf[int]) -> list[Request]:
+        """Take the step's outcome; returns the requests that it finished.
+
+        Args:
+            plan: What ``schedule`` returned last.
+            tokens: One token id for every sampler, in plan order.
+
+        Raises:
+            ValueError: The number of tokens is not the number of samplers.
+        """
+        if len(tokens) != plan.num_samples:
+            raise ValueError(f"the plan samples {plan.num_samples} tokens, got {len(tokens)}")
+        now = self.clock()
+        self.memory.settle()
+        finished = []
+        sampled = iter(tokens)
+        for item in plan.scheduled:
+            request = item.sequence.request
+            if not request.is_finished:  # aborted in the meantime
+                self._commit(item)
+            for seq in item.samplers:
+                token = next(sampled)
+                if request.is_finished or seq.is_finished:
+                    continue
+                reason = self._append(seq, token, now)
+                if reason is not None and self._end_sequence(seq, reason, now):
+                    finished.append(request)
+        return finished
+
+    def _commit(self, item: ScheduledSequence) -> None:
+        """The sequence's positions are stored; those done before count as recomputed."""
+        seq, request = item.sequence, item.sequence.request
+        end = item.start + item.num_tokens
+        self.metrics.recomputed_tokens += max(0, min(end, seq.most_computed) - item.start)
+        self.memory.commit(seq, end)
+        if len(item.samplers) > 1:
+            self.memory.fork(request)
+        if request.prefix_owner is seq and (
+            end // self.config.block_size >= request.num_prompt_tokens // self.config.block_size
+        ):
+            request.prefix_owner = None
+
+    def _append(self, seq: Sequence, token: int, now: float) -> FinishReason | None:
+        """Add a sampled token; says whether and why the sequence ends with it."""
+        request = seq.request
+        seq.tokens.append(token)
+        if request.first_token_time is None:
+            request.first_token_time = now
+        num_output = seq.num_output_tokens
+        if token in request.stop_token_ids and num_output > request.min_tokens:
+            seq.stop_token = token
+            return FinishReason.STOP
+        return FinishReason.LENGTH if num_output >= request.max_tokens else None
+
+    def _end_sequence(self, seq: Sequence, reason: FinishReason, now: float) -> bool:
+        """End one sequence; True if that ends its request."""
+        request = seq.request
+        seq.finish_reason = reason
+        self.memory.release(seq)
+        if request.num_live_seqs:
+            return False
+        self._finish(request, now)
+        self.metrics.requests_finished += 1
+        return True
+
+    # --- ending early ---
+
+    def finish_sequence(self, seq: Sequence, reason: FinishReason = FinishReason.STOP) -> bool:
+        """End one sequence between steps (a stop string was found); True if its request ends.
+
+        A sequence that has ended already is left alone.
+        """
+        if seq.is_finished:
+            return False
+        return self._end_sequence(seq, reason, self.clock())
+
+    def abort(
+        self, request_id: str, reason: FinishReason = FinishReason.ABORT
+    ) -> Request | None:
+        """End a request between steps, in whichever queue it is, and free what it holds.
+
+        Returns:
+            The request, or None if there is none of this id (any more).
+        """
+        request = self.requests.get(request_id)
+        if request is None:
+            return None
+        for seq in request.live_sequences:
+            seq.finish_reason = reason
+        self._finish(request, self.clock())
+        self.metrics.requests_aborted += 1
+        return request
+
+    # --- looking in ---
+
+    def _note_peaks(self) -> None:
+        metrics = self.metrics
+        metrics.swapped_queue_size_max = max(metrics.swapped_queue_size_max, len(self.swapped))
+        metrics.kv_usage_max = max(metrics.kv_usage_max, self.memory.device.usage)
+
+    @property
+    def device_pool(self) -> BlockPool:
+        """The blocks the model attends to."""
+        return self.memory.device
+
+    @property
+    def swap_pool(self) -> BlockPool:
+        """The blocks parked work lies in."""
+        return self.memory.swap
+
+    def check_integrity(self) -> None:
+        """Verify that queues, requests and block pools agree.
+
+        Costs O(blocks); meant for tests and debugging.
+
+        Raises:
+            AssertionError: They do not.
+        """
+        queues = {
+            RequestStatus.WAITING: self.waiting,
+            RequestStatus.RUNNING: self.running,
+            RequestStatus.SWAPPED: self.swapped,
+        }
+        assert sum(map(len, queues.values())) == len(self.requests)
+        assert self._num_queued_seqs == sum(r.n for r in self.waiting if r.num_preemptions == 0)
+        for request in self.requests.values():
+            assert request in queues[request.status]
+            for seq in request.sequences:
+                assert not seq.block_table or request.status is RequestStatus.RUNNING
+                assert not seq.swap_table or request.status is RequestStatus.SWAPPED
+        self.memory.check_integrity(list(self.requests.values()))
