@@ -1,12 +1,12 @@
 """The three-queue scheduler, in pure Python: usable alone, without torch or numpy.
 
-    from layby.scheduling import Request, Scheduler, SchedulerConfig
+from layby.scheduling import Request, Scheduler, SchedulerConfig
 
-    scheduler = Scheduler(SchedulerConfig(num_blocks=64, num_swap_blocks=256))
-    scheduler.add_request(Request("a", prompt=[1, 2, 3], max_tokens=8))
-    while scheduler.has_unfinished:
-        plan = scheduler.schedule()
-        scheduler.update(plan, tokens=[7] * plan.num_samples)
+scheduler = Scheduler(SchedulerConfig(num_blocks=64, num_swap_blocks=256))
+scheduler.add_request(Request("a", prompt=[1, 2, 3], max_tokens=8))
+while scheduler.has_unfinished:
+    plan = scheduler.schedule()
+    scheduler.update(plan, tokens=[7] * plan.num_samples)
 """
 
 from layby.scheduling.blocks import BlockPool, OutOfBlocksError

@@ -89,6 +89,10 @@ class KVMemory:
             return len(request.sequences[0].block_table)
         return len({block for seq in request.sequences for block in seq.block_table})
 
+    def parked_blocks(self, request: Request) -> int:
+        """Different swap blocks in the request's tables."""
+        return len({slot for seq in request.sequences for slot in seq.swap_table})
+
     def freed_by(self, request: Request) -> int:
         """Device blocks that would become free if the request left."""
         holders = Counter(block for seq in request.sequences for block in seq.block_table)
@@ -225,6 +229,8 @@ class KVMemory:
 
     def _shared_tail(self, seq: Sequence) -> int | None:
         """Place of the partly filled block the sequence writes next, if others hold it too."""
+        if seq.request.prefix_owner is seq:
+            return None  # computes the common prefix for the others, in the blocks they share
         place, offset = divmod(seq.num_computed, self.block_size)
         if offset == 0 or place >= len(seq.block_table):
             return None  # the next token starts a block of its own, or none is stored yet
@@ -329,9 +335,7 @@ class KVMemory:
         placed: set[int] = set()
         for seq in request.live_sequences:
             seq.block_table = [block_of[slot] for slot in seq.swap_table]
-            self.device.share(
-                block_of[slot] for slot in seq.swap_table if slot in placed
-            )
+            self.device.share(block_of[slot] for slot in seq.swap_table if slot in placed)
             placed.update(seq.swap_table)
             self._leaving += seq.swap_table
             seq.swap_table = []

@@ -240,9 +240,7 @@ class Scheduler:
 
     def _can_admit(self, request: Request, step: _Step) -> Fit:
         needed = self.memory.admission_need(request)
-        return self._fits(
-            request, self.policy.admission_blocks(self.memory, request, needed), step
-        )
+        return self._fits(request, self.policy.admission_blocks(self.memory, request, needed), step)
 
     def _fits(self, request: Request, needed_blocks: int, step: _Step) -> Fit:
         """Whether blocks, with headroom for who runs already, and budget allow one more."""
@@ -259,6 +257,7 @@ class Scheduler:
         """swapped → running."""
         self.swapped.remove(request)
         request.move_to(RequestStatus.RUNNING)
+        num_parked = self.memory.parked_blocks(request)
         moves = self.memory.resume(request)
         step.plan.swap_in += moves
         step.plan.resumed.append(request)
@@ -267,6 +266,7 @@ class Scheduler:
         self._take_seat(request, step)
         self._end_parking(request, step.plan.now)
         self.metrics.swapped_in_blocks += len(moves)
+        self.metrics.swap_in_reused_blocks += num_parked - len(moves)
 
     def _admit(self, request: Request, step: _Step) -> None:
         """waiting → running."""
@@ -365,9 +365,7 @@ class Scheduler:
 
     def _take_seat(self, request: Request, step: _Step) -> None:
         """Reserve the request's sequences, a token for each that can compute, and its growth."""
-        step.budget.add(
-            num_tokens=len(request.ready_sequences), num_seqs=request.num_live_seqs
-        )
+        step.budget.add(num_tokens=len(request.ready_sequences), num_seqs=request.num_live_seqs)
         step.set_aside_blocks += self.memory.growth(request)
 
     def _plan_tokens(self, request: Request, step: _Step) -> None:
@@ -492,9 +490,7 @@ class Scheduler:
             return False
         return self._end_sequence(seq, reason, self.clock())
 
-    def abort(
-        self, request_id: str, reason: FinishReason = FinishReason.ABORT
-    ) -> Request | None:
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> Request | None:
         """End a request between steps, in whichever queue it is, and free what it holds.
 
         Returns:

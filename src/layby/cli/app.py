@@ -1,0 +1,98 @@
+"""The program: its commands, and how it ends whatever happens."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+from typer.main import get_command
+
+import layby
+from layby.cli.bench import bench
+from layby.cli.chat import chat
+from layby.cli.generate import generate
+from layby.cli.model import model
+from layby.cli.serve import serve
+from layby.cli.terminal import help_if_alone
+from layby.errors import LaybyError
+
+EXIT_ERROR = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
+"""The last two as a shell reports a process that SIGINT or SIGPIPE ended."""
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"layby {layby.__version__}")
+        raise typer.Exit
+
+
+def _root(
+    context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """Serve and run language models; parks work when memory runs short instead of losing it."""
+    help_if_alone(context)
+
+
+app = typer.Typer(
+    name="layby",
+    callback=_root,
+    invoke_without_command=True,
+    rich_markup_mode=None,  # typer's tables leave the help texts no room
+    add_completion=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
+)
+for command in (serve, generate, chat):
+    app.command()(command)
+app.add_typer(bench, name="bench")
+app.add_typer(model, name="model")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program and return its exit code.
+
+    Args:
+        arguments: Those of the process if None.
+    """
+    try:
+        code = get_command(app).main(
+            args=None if arguments is None else list(arguments),
+            prog_name="layby",
+            standalone_mode=False,
+        )
+        sys.stdout.flush()  # now, while a broken pipe can still be dealt with
+        return code if isinstance(code, int) else 0
+    except typer.TyperException as error:
+        _complain(_with_hint(error))
+        return EXIT_USAGE
+    except LaybyError as error:
+        _complain(str(error))
+        return EXIT_ERROR
+    except (KeyboardInterrupt, typer.Abort):
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The interpreter flushes stdout once more at its end, and would complain then.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+
+
+def _complain(message: str) -> None:
+    print("layby:", " ".join(message.split()), file=sys.stderr)
+
+
+def _with_hint(error: typer.TyperException) -> str:
+    message = error.format_message().rstrip(".")
+    context = getattr(error, "ctx", None)
+    where = "layby" if context is None else context.command_path
+    return f"{message}; see: {where} --help"

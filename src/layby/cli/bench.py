@@ -1,0 +1,99 @@
+"""``layby bench``: measure the engine on this machine."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from layby.bench import OfflineLoad, run_offline
+from layby.cli.flags import engine_flags, takes
+from layby.cli.terminal import (
+    JsonTarget,
+    help_if_alone,
+    log_to_stderr,
+    table_console,
+    write_json,
+)
+from layby.engine import LLM, EngineConfig
+from layby.results import Distribution, RunResult
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+bench = typer.Typer(
+    help="Measure the engine on this machine.",
+    callback=help_if_alone,
+    invoke_without_command=True,
+    rich_markup_mode=None,
+)
+
+
+# Here, --seed is the load's; requests given all at once are never too many for the queue.
+@bench.command()
+@takes(engine=engine_flags(without=("seed",), max_queue=None))
+def offline(
+    *,
+    num_prompts: Annotated[
+        int, typer.Option(min=1, help="Requests, all there from the beginning. (requests)")
+    ] = 32,
+    input_len: Annotated[int, typer.Option(min=1, help="Length of each prompt. (tokens)")] = 128,
+    output_len: Annotated[int, typer.Option(min=1, help="Length of each answer. (tokens)")] = 128,
+    n: Annotated[int, typer.Option(min=1, help="Answers to each prompt. (samples)")] = 1,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="0 is greedy; larger is more random.")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(help="Fixes the prompts and the answers.")] = 0,
+    json: JsonTarget = None,
+    engine: EngineConfig,
+) -> None:
+    """Run many requests at once, with random prompts and answers of one length.
+
+    An answer goes on past the model's own end, so that the work is the same in every run.
+    """
+    load = OfflineLoad(num_prompts, input_len, output_len, n, temperature, seed)
+    log_to_stderr()
+    with LLM(**asdict(engine)) as llm:
+        result = run_offline(llm, load, settings=asdict(engine))
+    show_result(result, table_console(json))
+    if json is not None:
+        write_json(json, result.as_dict())
+
+
+def show_result(result: RunResult, console: Console) -> None:
+    """Print the figures of a run as two tables: latencies, and everything else."""
+    from rich.table import Table
+
+    latencies = Table(title="Latency, in seconds", title_justify="left")
+    latencies.add_column("")
+    names = [column.name for column in fields(Distribution)]
+    for name in names:
+        latencies.add_column(name, justify="right")
+    for label, distribution in (
+        ("time to first token", result.ttft_s),
+        ("between tokens (ITL)", result.itl_s),
+        ("arrival to end (E2E)", result.e2e_s),
+    ):
+        values = [getattr(distribution, name) for name in names]
+        latencies.add_row(label, *("–" if value is None else f"{value:.3f}" for value in values))
+
+    totals = Table(show_header=False, title="Totals", title_justify="left")
+    totals.add_column("")
+    totals.add_column("", justify="right")
+    for label, figure in (
+        ("requests finished", f"{result.requests_finished}"),
+        ("duration", f"{result.duration_s:.2f} s"),
+        ("output tokens", f"{result.output_tokens}"),
+        ("output tokens per second", f"{result.output_tokens_per_s:.1f}"),
+        ("preemptions by swap", f"{result.preemptions.swap}"),
+        ("preemptions by recompute", f"{result.preemptions.recompute}"),
+        ("preemptions per request", f"{result.preemption_rate:.2f}"),
+        ("recomputed tokens", f"{result.recomputed_tokens}"),
+        ("longest swapped queue", f"{result.swapped_queue_size_max} requests"),
+        ("mean swapped duration", f"{result.avg_swapped_duration_s:.3f} s"),
+        ("most KV cache in use", f"{result.kv_usage_max:.0%}"),
+    ):
+        totals.add_row(label, figure)
+    console.print(totals)
+    console.print(latencies)

@@ -1,0 +1,220 @@
+"""Flags made of the fields of a dataclass: one for each, so that the two cannot drift apart.
+
+A command takes the finished object; the flags stand in its place on the command line::
+
+    @takes(engine=engine_flags(), sampling=sampling_flags(max_tokens=256))
+    def generate(prompts: list[str], engine: EngineConfig, sampling: SamplingParams) -> None: ...
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import types
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import typer
+
+from layby.engine.config import EngineConfig
+from layby.errors import ConfigError, InvalidRequestError
+from layby.sampling_params import SamplingParams
+
+_NONE = "none"
+"""How None is said on the command line, for a flag whose default is another value."""
+
+_SAMPLING: dict[str, tuple[str, str | None]] = {
+    "n": ("Samples drawn for each prompt.", "samples"),
+    "max_tokens": (
+        "Most tokens to generate. None: as many as the context and the KV cache hold.",
+        "tokens",
+    ),
+    "min_tokens": ("Generate so many before the text may end.", "tokens"),
+    "temperature": ("0 is greedy; larger is more random.", None),
+    "top_p": ("Keep the smallest set of tokens whose probability reaches this.", "probability"),
+    "top_k": ("Keep this many most likely tokens; 0: all.", "tokens"),
+    "min_p": ("Drop tokens less likely than this share of the most likely one.", "share"),
+    "repetition_penalty": ("Divides the logits of tokens seen before; 1: off.", "factor"),
+    "presence_penalty": ("Subtracted once from the logits of generated tokens.", "logits"),
+    "frequency_penalty": ("Subtracted from them once per occurrence.", "logits"),
+    "logit_bias": ("ID=BIAS: add BIAS to the logit of token ID; may be repeated.", "logits"),
+    "seed": ("Makes the answer repeatable. None: another one each time.", None),
+    "stop": ("Text that ends the answer and is not part of it; may be repeated.", "text"),
+    "stop_token_ids": ("Token that ends the answer; may be repeated.", "token id"),
+    "ignore_eos": ("Go on past the model's own end.", None),
+    "logprobs": ("Log-probabilities of each token and of so many others.", "tokens"),
+    "prompt_logprobs": ("The same for the prompt's tokens.", "tokens"),
+}
+"""Help and unit of every field of SamplingParams, which is no place for terse ones itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlagGroup:
+    """Parameters of a command that together make one object.
+
+    Attributes:
+        parameters: What typer sees.
+        build: Takes their values by name and makes the object.
+    """
+
+    parameters: Sequence[inspect.Parameter]
+    build: Callable[..., Any]
+
+
+def engine_flags(
+    *, model_argument: bool = False, without: Collection[str] = (), **defaults: Any
+) -> FlagGroup:
+    """Flags that make an :class:`EngineConfig`.
+
+    Args:
+        model_argument: The model may also be named by an argument, without a flag.
+        without: Fields that get no flag.
+        defaults: Where they differ from those of the fields.
+    """
+    hints = get_type_hints(EngineConfig)
+    parameters = [
+        _flag(
+            option.name,
+            Literal[option.metadata["choices"]]
+            if option.metadata["choices"]
+            else hints[option.name],
+            defaults.get(option.name, option.default),
+            help_text=option.metadata["help"],
+            unit=option.metadata["unit"],
+        )
+        for option in dataclasses.fields(EngineConfig)
+        if option.name not in without
+    ]
+    if not model_argument:
+        return FlagGroup(parameters, EngineConfig.from_options)
+    argument = typer.Argument(metavar="MODEL", help="The same as --model.", show_default=False)
+    positional = inspect.Parameter(
+        "positional_model",
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[str | None, argument],
+    )
+    return FlagGroup([positional, *parameters], _engine_config)
+
+
+def sampling_flags(*, without: Collection[str] = (), **defaults: Any) -> FlagGroup:
+    """Flags that make a :class:`SamplingParams`; arguments as those of ``engine_flags``."""
+    hints = get_type_hints(SamplingParams)
+    parameters = []
+    for option in dataclasses.fields(SamplingParams):
+        if option.name in without:
+            continue
+        help_text, unit = _SAMPLING[option.name]
+        annotation = _on_command_line(hints[option.name])
+        # A field of several values has none by default.
+        default = [] if get_origin(annotation) is list else option.default
+        parameters.append(
+            _flag(
+                option.name,
+                annotation,
+                defaults.get(option.name, default),
+                help_text=help_text,
+                unit=unit,
+            )
+        )
+    return FlagGroup(parameters, _sampling_params)
+
+
+def takes(**groups: FlagGroup) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Replace each parameter of a command that is named here by the flags of its group."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command, eval_str=True)
+        parameters: list[inspect.Parameter] = []
+        for parameter in signature.parameters.values():
+            if parameter.name in groups:
+                parameters += groups[parameter.name].parameters
+            else:
+                parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+
+        @functools.wraps(command)
+        def call(**values: Any) -> None:
+            for name, group in groups.items():
+                own = {flag.name: values.pop(flag.name) for flag in group.parameters}
+                values[name] = group.build(**own)
+            command(**values)
+
+        vars(call)["__signature__"] = signature.replace(parameters=parameters)
+        call.__annotations__ = {flag.name: flag.annotation for flag in parameters}
+        return call
+
+    return decorate
+
+
+def _flag(
+    name: str, annotation: Any, default: Any, *, help_text: str, unit: str | None
+) -> inspect.Parameter:
+    is_optional = type(None) in get_args(annotation)
+    if not default and default not in (0, ""):  # None, or a list of nothing
+        # Where the help says what comes instead, "none" would only confuse.
+        shown: bool | str = False if "Default:" in help_text else _NONE
+    else:
+        shown = True
+    option: Any = typer.Option(
+        f"--{name.replace('_', '-')}" + _off_switch(name, annotation),
+        help=f"{help_text} ({unit})" if unit else help_text,
+        show_default=shown,
+        parser=_or_none(annotation) if is_optional and default is not None else None,
+    )
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=default,
+        annotation=Annotated[annotation, option],
+    )
+
+
+def _off_switch(name: str, annotation: Any) -> str:
+    return f"/--no-{name.replace('_', '-')}" if annotation is bool else ""
+
+
+def _or_none(annotation: Any) -> Callable[[Any], Any]:
+    """A parser of one value, or of ``none``."""
+    kind = next(part for part in get_args(annotation) if part is not type(None))
+
+    def parse(text: Any) -> Any:
+        return None if str(text).lower() == _NONE else kind(text)
+
+    return parse
+
+
+def _on_command_line(annotation: Any) -> Any:
+    """The type of a flag for a field of this type: several values are a repeated flag."""
+    origin = get_origin(annotation)
+    if origin is tuple:
+        return list[get_args(annotation)[0]]  # type: ignore[misc]  # a type made at run time
+    if origin in (Union, types.UnionType) or origin is None:
+        return annotation
+    return list[str]
+
+
+def _engine_config(*, positional_model: str | None, model: str, **options: Any) -> EngineConfig:
+    if positional_model is None:
+        return EngineConfig.from_options(model=model, **options)
+    if model not in (positional_model, EngineConfig().model):
+        raise ConfigError(
+            f"two models are named, {positional_model!r} and --model {model!r}; give one"
+        )
+    return EngineConfig.from_options(model=positional_model, **options)
+
+
+def _sampling_params(*, logit_bias: Sequence[str] = (), **options: Any) -> SamplingParams:
+    return SamplingParams(logit_bias=dict(map(_token_bias, logit_bias)), **options)
+
+
+def _token_bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise InvalidRequestError(
+            f"logit_bias must have the form ID=BIAS, such as 42=-1.5; got {text!r}",
+            param="logit_bias",
+        ) from None

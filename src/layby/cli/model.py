@@ -1,0 +1,51 @@
+"""``layby model``: fetch models, check them, and see what is there."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from layby.cli.terminal import help_if_alone, table_console
+from layby.models import hub
+
+model = typer.Typer(
+    help="Fetch models, check them, and see what is there.",
+    callback=help_if_alone,
+    invoke_without_command=True,
+    rich_markup_mode=None,
+)
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="A known name; see: layby model list.")]
+
+
+@model.command()
+def pull(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A known name, or a hub name.")],
+) -> None:
+    """Fetch a model, unless it is here already, and print where it lies."""
+    print(hub.pull(name).path)
+
+
+@model.command()
+def verify(name: Name) -> None:
+    """Check a model that was fetched against its checksum, and print where it lies."""
+    print(hub.verify(name))
+
+
+@model.command("list")
+def list_models() -> None:
+    """Show the models that have a short name."""
+    from rich.table import Column, Table
+
+    table = Table("name", "size", "licence", Column("where", overflow="fold"))
+    for known in hub.KNOWN_MODELS.values():
+        path = hub.known_path(known.name)
+        table.add_row(
+            known.name,
+            f"{known.size_bytes / 1e6:.0f} MB",
+            known.license,
+            str(path) if path.is_file() else f"not here; layby model pull {known.name}",
+            style=None if path.is_file() else "dim",
+        )
+    table_console(None).print(table)

@@ -1,0 +1,55 @@
+"""``layby serve``: the HTTP server."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import typer
+
+from layby.cli.flags import engine_flags, takes
+from layby.cli.terminal import log_to_stderr
+from layby.engine import EngineConfig
+
+
+@takes(engine=engine_flags(model_argument=True))
+def serve(
+    *,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=65535,
+            help="Port to listen on; 0: any free one.",
+        ),
+    ] = 8000,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            envvar="LAYBY_API_KEY",
+            show_envvar=True,
+            show_default="none, the API is open",
+            help="Key that clients must bring; may be repeated.",
+        ),
+    ] = None,
+    drain_timeout: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="How long accepted requests may go on after SIGTERM or Ctrl-C. (seconds)",
+        ),
+    ] = 30.0,
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        typer.Option(help="Least important messages to log."),
+    ] = "info",
+    engine: EngineConfig,
+) -> None:
+    """Serve a model over HTTP, in the manner of OpenAI's API.
+
+    A model that is not on this machine is fetched first.
+    """
+    from layby.server import serve as run_server
+
+    log_to_stderr(log_level, dated=True)
+    run_server(engine, host=host, port=port, api_key=api_key or None, drain_timeout_s=drain_timeout)

@@ -1,0 +1,470 @@
+"""The engine for asyncio: its loop runs in a thread, every request is an async iterator.
+
+Two threads meet here. The engine's thread alone touches the engine; it takes commands (submit,
+abort, end) between two steps and sleeps when there is nothing to do. The event loop's thread alone
+touches the streams; it gets everything that a step brought in one call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+
+from layby.engine.config import EngineConfig
+from layby.engine.engine import Engine, PreparedRequest
+from layby.engine.interfaces import ChatTemplate, Tokenizer
+from layby.engine.metrics import EngineStats
+from layby.engine.outputs import CompletionDelta, RequestDelta
+from layby.errors import (
+    EngineDeadError,
+    EngineDrainingError,
+    EngineUnavailableError,
+    LaybyError,
+)
+from layby.sampling_params import SamplingParams
+
+logger = logging.getLogger("layby.engine")
+
+LONG_PROMPT_CHARS = 10_000
+"""Prompts longer than this are tokenised in a helper thread, so the event loop goes on."""
+
+FORCED_END_WAIT_S = 5.0
+"""How long a shutdown that has passed its limit waits for the step in flight to end."""
+
+
+class RequestStream:
+    """One request's deltas, as an async iterator; the last one is ``finished``.
+
+    It belongs to the event loop in which the request was submitted. Leave it by ``close()`` (or
+    ``async with``) if you stop reading before the end: the request is then aborted at the next
+    step. Cancelling a task that waits for the next delta does the same. It never raises an
+    error of its own: a request that failed ends with a delta that carries the error.
+    """
+
+    __slots__ = ("_arrived", "_closed", "_deltas", "_ended", "_open_samples", "_owner", "loop",
+                 "num_prompt_tokens", "request_id")  # fmt: skip
+
+    def __init__(
+        self, owner: AsyncEngine, prepared: PreparedRequest, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self.request_id = prepared.request.request_id
+        self.num_prompt_tokens = prepared.request.num_prompt_tokens
+        self.loop = loop
+        self._owner = owner
+        self._deltas: deque[RequestDelta] = deque()
+        self._arrived = asyncio.Event()
+        self._open_samples = set(range(prepared.request.n))
+        self._ended = False  # the last delta has come
+        self._closed = False
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> RequestDelta:
+        while not self._deltas:
+            if self._closed or self._ended:
+                raise StopAsyncIteration
+            self._arrived.clear()
+            try:
+                await self._arrived.wait()
+            except asyncio.CancelledError:
+                self.close()
+                raise
+        return self._deltas.popleft()
+
+    def close(self) -> None:
+        """Stop reading; abort the request if it has not ended. May be called again."""
+        if not self._closed:
+            self._closed = True
+            self._deltas.clear()
+            self._arrived.set()
+            if not self._ended:
+                self._owner._command(_Abort(self))
+
+    async def aclose(self) -> None:
+        """The same, for ``contextlib.aclosing``."""
+        self.close()
+
+    async def __aenter__(self) -> RequestStream:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _put(self, delta: RequestDelta) -> None:
+        """Take a delta; in the event loop's thread."""
+        if self._ended or self._closed:
+            return
+        self._open_samples.difference_update(
+            piece.index for piece in delta.outputs if piece.finish_reason is not None
+        )
+        self._ended = delta.finished
+        self._deltas.append(delta)
+        self._arrived.set()
+
+    def _force_end(self, reason: str, error: LaybyError) -> None:
+        """End without the engine's help; in the event loop's thread."""
+        outputs = [
+            CompletionDelta(index, "", [], finish_reason=reason)
+            for index in sorted(self._open_samples)
+        ]
+        self._put(RequestDelta(self.request_id, self.num_prompt_tokens, outputs, True, error=error))
+
+
+@dataclass(frozen=True, slots=True)
+class _Submit:
+    """Queue a request; the future gets None or the error."""
+
+    prepared: PreparedRequest
+    stream: RequestStream
+    done: asyncio.Future[None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    """End a stream's request (not another one that happens to have the same id)."""
+
+    stream: RequestStream
+
+
+class AsyncEngine:
+    """An :class:`Engine` in a thread of its own, for any number of asyncio tasks.
+
+    Call ``start`` before the first request and ``shutdown`` at the end; or use ``async with``.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._wake = threading.Condition()  # guards the four below
+        self._commands: deque[_Submit | _Abort] = deque()
+        self._draining = False
+        self._cut_off: EngineDrainingError | None = None  # end what is left, for this reason
+        self._closed = False  # no command is read any more
+        self._thread: threading.Thread | None = None
+        # Of the engine's thread; the forced end of a shutdown reads the first when that is stuck.
+        self._streams: dict[str, RequestStream] = {}
+        self._outbox: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> AsyncEngine:
+        """Load the model and build everything under it; takes seconds.
+
+        Raises:
+            ConfigError, ModelError: The settings or the model cannot work.
+        """
+        from layby.engine.build import build_engine
+
+        return cls(build_engine(config))
+
+    # --- life ---
+
+    async def start(self) -> None:
+        """Start the engine's thread. Does nothing if it runs.
+
+        Raises:
+            EngineUnavailableError: The engine was shut down.
+        """
+        if self._draining:
+            raise EngineUnavailableError("the engine was shut down; make a new one")
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="layby-engine", daemon=True)
+            self._thread.start()
+
+    async def shutdown(self, drain_timeout_s: float = 30.0) -> None:
+        """Take nothing new, finish what was accepted, then free everything.
+
+        What has not finished after ``drain_timeout_s`` seconds ends with ``abort`` and an
+        EngineDrainingError in its last delta. May be called again.
+        """
+        self.begin_drain()
+        thread = self._thread
+        if thread is not None:
+            await asyncio.to_thread(thread.join, drain_timeout_s)
+            if thread.is_alive():
+                self._end_unfinished(drain_timeout_s)
+                await asyncio.to_thread(thread.join, FORCED_END_WAIT_S)
+            if thread.is_alive():
+                logger.error("the step in flight does not end; leaving it behind")
+                for stream in list(self._streams.values()):
+                    assert self._cut_off is not None  # set by _end_unfinished
+                    force_end = partial(stream._force_end, "abort", self._cut_off)
+                    stream.loop.call_soon_threadsafe(force_end)
+                return
+        self._engine.close()
+
+    def begin_drain(self) -> None:
+        """Refuse new requests from now on; what was accepted goes on. Safe in any thread."""
+        with self._wake:
+            self._draining = True
+            self._wake.notify()
+
+    async def __aenter__(self) -> AsyncEngine:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.shutdown(drain_timeout_s=0.0 if error is not None else 30.0)
+
+    # --- requests ---
+
+    async def submit(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> RequestStream:
+        """Queue a request and return its stream; every reason to refuse it is raised here.
+
+        Arguments are those of :meth:`Engine.add_request`.
+
+        Raises:
+            InvalidRequestError, RequestTooLargeError: The request can never be served.
+            QueueFullError: Too many requests wait; try again.
+            EngineDrainingError, EngineDeadError, EngineUnavailableError: The engine takes none.
+        """
+        self._check_open()
+        prepare = partial(
+            self._engine.prepare,
+            prompt,
+            params,
+            request_id=request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        is_long = isinstance(prompt, str) and len(prompt) > LONG_PROMPT_CHARS
+        prepared = await asyncio.to_thread(prepare) if is_long else prepare()
+        loop = asyncio.get_running_loop()
+        stream = RequestStream(self, prepared, loop)
+        done = loop.create_future()
+        self._command(_Submit(prepared, stream, done))
+        try:
+            await done
+        except asyncio.CancelledError:
+            stream.close()  # it may have been queued already
+            raise
+        return stream
+
+    async def generate(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> AsyncIterator[RequestDelta]:
+        """Submit and iterate in one; errors are those of ``submit``, at the first step.
+
+        Closing the generator aborts the request at the engine's next step.
+        """
+        stream = await self.submit(
+            prompt, params, request_id=request_id, priority=priority, cache_salt=cache_salt
+        )
+        try:
+            async for delta in stream:
+                yield delta
+        finally:
+            stream.close()
+
+    # --- state ---
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the engine's thread runs and no step has failed. True while draining."""
+        return self._thread is not None and self._thread.is_alive() and self.error is None
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether new requests are refused because of a shutdown."""
+        return self._draining
+
+    @property
+    def error(self) -> EngineDeadError | None:
+        """Why the engine is dead; None if it is not."""
+        return self._engine.error
+
+    @property
+    def model_name(self) -> str:
+        """Name of the model."""
+        return self._engine.model_name
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._engine.tokenizer
+
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        """The model's chat template, if it has one."""
+        return self._engine.chat_template
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens, prompt and output, of one sequence."""
+        return self._engine.max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids the model knows, from 0."""
+        return self._engine.vocab_size
+
+    def stats(self) -> EngineStats:
+        """Counts as of the engine's last step."""
+        return self._engine.stats()
+
+    def metrics_text(self) -> bytes:
+        """The metrics in Prometheus' text format."""
+        return self._engine.metrics_text()
+
+    # --- towards the engine's thread ---
+
+    def _check_open(self) -> None:
+        if self._draining:
+            raise EngineDrainingError("the engine is shutting down and takes no new requests")
+        if self.error is not None:
+            # A fresh one: an exception gathers traceback every time it is raised.
+            raise EngineDeadError(str(self.error))
+        if self._thread is None:
+            raise EngineUnavailableError("the engine has not been started")
+
+    def _command(self, command: _Submit | _Abort) -> None:
+        """Leave a command for the engine's thread.
+
+        Raises:
+            EngineUnavailableError: It is a submission, and nobody reads it any more.
+        """
+        with self._wake:
+            if isinstance(command, _Submit):
+                self._check_open()
+            elif self._closed:
+                return
+            self._commands.append(command)
+            self._wake.notify()
+
+    def _end_unfinished(self, limit_s: float) -> None:
+        with self._wake:
+            self._cut_off = EngineDrainingError(
+                f"the engine shut down; the request had not finished within {limit_s:g} s"
+            )
+            self._wake.notify()
+
+    # --- in the engine's thread ---
+
+    def _run(self) -> None:
+        try:
+            while self._obey_commands():
+                if self._engine.has_unfinished:
+                    self._post_all(self._engine.step())
+        except BaseException as fault:
+            logger.exception("the engine's loop failed")
+            self._engine.fail_all(f"{type(fault).__name__}: {fault}")  # _close tells the readers
+        finally:
+            self._close()
+
+    def _obey_commands(self) -> bool:
+        """Do what was asked since the last step, waiting if there is nothing else to do.
+
+        False when the thread is to end: a shutdown, with nothing left to finish.
+        """
+        with self._wake:
+            while not (self._commands or self._engine.has_unfinished or self._draining):
+                self._wake.wait()
+            commands, self._commands = self._commands, deque()
+            draining, cut_off = self._draining, self._cut_off
+        for command in commands:
+            if isinstance(command, _Submit):
+                self._submit(command)
+            elif self._streams.get(command.stream.request_id) is command.stream:
+                self._abort(command.stream.request_id)
+        if cut_off is not None:
+            for request_id in list(self._streams):
+                self._abort(request_id, cut_off)
+        self._flush()  # so that refusals do not wait for the step
+        return self._engine.has_unfinished or not draining
+
+    def _submit(self, command: _Submit) -> None:
+        error: Exception | None = None
+        try:
+            self._engine.submit(command.prepared)
+            self._streams[command.stream.request_id] = command.stream
+        except Exception as refusal:
+            if not isinstance(refusal, LaybyError):
+                logger.exception("request %s could not be queued", command.stream.request_id)
+            error = refusal
+        self._post(command.stream.loop, partial(_resolve, command.done, error))
+
+    def _abort(self, request_id: str, error: LaybyError | None = None) -> None:
+        delta = self._engine.abort(request_id, error)
+        if delta is not None:
+            self._post_all([delta])
+
+    def _post_all(self, deltas: list[RequestDelta]) -> None:
+        for delta in deltas:
+            stream = self._streams.get(delta.request_id)
+            if stream is None:  # its event loop is gone
+                continue
+            if delta.finished:
+                del self._streams[delta.request_id]
+            self._post(stream.loop, partial(stream._put, delta))
+        self._flush()
+
+    def _post(self, loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+        self._outbox.setdefault(loop, []).append(call)
+
+    def _flush(self) -> None:
+        """Hand each event loop, in one call, what has gathered for it."""
+        outbox, self._outbox = self._outbox, {}
+        for loop, calls in outbox.items():
+            try:
+                loop.call_soon_threadsafe(_call_all, calls)
+            except RuntimeError:  # the loop is closed: nobody reads these streams any more
+                for stream in [s for s in self._streams.values() if s.loop is loop]:
+                    del self._streams[stream.request_id]
+                    self._engine.abort(stream.request_id)
+
+    def _close(self) -> None:
+        """Nobody may wait for an answer of a thread that has ended."""
+        with self._wake:
+            self._closed = self._draining = True
+            commands, self._commands = self._commands, deque()
+        error = self.error or EngineDrainingError("the engine has shut down")
+        for command in commands:
+            if isinstance(command, _Submit):
+                self._post(command.stream.loop, partial(_resolve, command.done, error))
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():  # none, unless the loop itself failed
+            self._post(stream.loop, partial(stream._force_end, "error", error))
+        self._flush()
+
+
+def _resolve(done: asyncio.Future[None], error: Exception | None) -> None:
+    if done.done():  # the submitter was cancelled meanwhile
+        return
+    if error is None:
+        done.set_result(None)
+    else:
+        done.set_exception(error)
+
+
+def _call_all(calls: list[Callable[[], None]]) -> None:
+    for call in calls:
+        call()

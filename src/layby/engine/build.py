@@ -1,0 +1,72 @@
+"""From settings to a running engine: the model is loaded, the pools are sized, torch comes in."""
+
+from __future__ import annotations
+
+import logging
+
+from layby.engine.config import EngineConfig
+from layby.engine.engine import Engine
+from layby.engine.memory import available_host_bytes
+from layby.scheduling import Scheduler
+
+logger = logging.getLogger("layby.engine")
+
+
+def build_engine(config: EngineConfig, *, allow_download: bool = True) -> Engine:
+    """Load the model of ``config`` and build the engine over it.
+
+    Args:
+        config: Settings.
+        allow_download: Whether a model that is not on this machine may be fetched.
+
+    Raises:
+        ConfigError: The settings do not fit the machine or the model.
+        ModelError: The model cannot be found, read or run.
+    """
+    import torch
+
+    from layby.execution import TorchExecutor, bytes_per_block, resolve_device, resolve_dtype
+    from layby.models import load
+    from layby.models.transformer import Transformer
+
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, device)
+    model = load(config.model, dtype=dtype, allow_download=allow_download)
+    geometry = model.config
+    transformer = Transformer(geometry, model.weights, dtype=dtype, device=device)
+    # Memory is looked at only now, when the weights have theirs.
+    on_cuda = device.type == "cuda"
+    resolved = config.resolve(
+        context_length=geometry.context_length,
+        block_bytes=bytes_per_block(geometry, block_size=config.block_size, dtype=dtype),
+        host_bytes=available_host_bytes(),
+        cuda_bytes=torch.cuda.mem_get_info(device)[0] if on_cuda else None,
+    )
+    executor = TorchExecutor(
+        transformer,
+        block_size=resolved.block_size,
+        num_blocks=resolved.num_blocks,
+        num_swap_blocks=resolved.num_swap_blocks,
+    )
+    max_model_len = resolved.max_model_len or geometry.context_length
+    logger.info(
+        "%s on %s in %s: %d blocks of KV cache, %d of swap, %d tokens of context",
+        model.name,
+        device,
+        str(dtype).removeprefix("torch."),
+        resolved.num_blocks,
+        resolved.num_swap_blocks,
+        max_model_len,
+    )
+    return Engine(
+        Scheduler(resolved),
+        executor,
+        model.tokenizer,
+        model.chat_template if model.chat_template.available else None,
+        model_name=model.name,
+        vocab_size=geometry.vocab_size,
+        max_model_len=max_model_len,
+        seed=config.seed,
+    )

@@ -1,0 +1,253 @@
+"""Settings of an engine, and how every "auto" among them is settled."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from layby.errors import ConfigError
+from layby.scheduling.config import PREEMPTION_MODES, SchedulerConfig
+from layby.scheduling.policy import POLICIES
+
+logger = logging.getLogger("layby.engine")
+
+GIB = 2**30
+
+HOST_POOL_SHARE = 0.4
+"""Share of the available RAM that the device pool takes by default on a CPU machine."""
+
+CUDA_POOL_SHARE = 0.8
+"""Share of the free GPU memory that it takes there, after the weights are loaded."""
+
+SWAP_POOL_SHARE = 0.5
+"""Most that a swap pool sized in GiB takes of the RAM that the device pool leaves."""
+
+
+def _option(
+    default: Any, help_text: str, *, unit: str | None = None, choices: tuple[str, ...] = ()
+) -> Any:
+    """A field whose metadata (``help``, ``unit``, ``choices``) makes the command-line flag."""
+    return field(default=default, metadata={"help": help_text, "unit": unit, "choices": choices})
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything that makes an engine. Each name, with dashes, is a command-line flag.
+
+    The meaning of each is its ``help`` in ``dataclasses.fields(EngineConfig)``.
+
+    Raises:
+        ConfigError: A value, or a combination, cannot work.
+    """
+
+    model: str = _option(
+        "smollm2",
+        "Model to run: a known name, a GGUF file, a Hugging Face directory or a hub name.",
+    )
+    dtype: str = _option(
+        "auto",
+        "Number format of weights and KV cache; auto: float32 on CPU, bfloat16 on CUDA.",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    device: str = _option(
+        "auto",
+        "Where the model runs; auto: CUDA if there is any.",
+        choices=("auto", "cpu", "cuda"),
+    )
+    block_size: int = _option(16, "Token slots in one block of KV cache.", unit="tokens")
+    num_blocks: int | None = _option(
+        None,
+        "Size of the device pool of KV cache. Default: as kv_cache_gib; if that is not given "
+        f"either, {HOST_POOL_SHARE:.0%} of the available RAM ({CUDA_POOL_SHARE:.0%} of the free "
+        "memory of a GPU), but no more than max_num_seqs full contexts.",
+        unit="blocks",
+    )
+    kv_cache_gib: float | None = _option(
+        None, "Size of the device pool of KV cache, instead of num_blocks.", unit="GiB"
+    )
+    swap_gib: float = _option(
+        4.0,
+        "RAM for parked KV cache; 0: victims are recomputed. Reduced, with a warning, to "
+        f"{SWAP_POOL_SHARE:.0%} of the RAM that is left.",
+        unit="GiB",
+    )
+    num_swap_blocks: int | None = _option(
+        None, "Size of the swap pool, instead of swap_gib.", unit="blocks"
+    )
+    max_model_len: int | None = _option(
+        None,
+        "Longest sequence, prompt and answer. Default: the model's context.",
+        unit="tokens",
+    )
+    max_num_seqs: int = _option(64, "Most sequences on the device at a time.", unit="sequences")
+    max_num_batched_tokens: int = _option(512, "Most tokens one step computes.", unit="tokens")
+    preemption_mode: str = _option(
+        "auto",
+        "How a running request gives way; auto: swap, recompute where the swap pool is full.",
+        choices=PREEMPTION_MODES,
+    )
+    scheduling_policy: str = _option(
+        "swapped-first", "Whose turn it is; see the docs.", choices=tuple(POLICIES)
+    )
+    enable_prefix_caching: bool = _option(True, "Reuse the KV cache of equal prompt beginnings.")
+    watermark: float = _option(
+        1.0,
+        "Blocks kept free for every running sequence when another comes in.",
+        unit="blocks",
+    )
+    max_queue: int | None = _option(
+        1024,
+        "Most sequences that wait, beyond those that can run; more are refused. None: no limit.",
+        unit="sequences",
+    )
+    seed: int | None = _option(
+        None, "Base of the seeds of requests that bring none. None: from the system."
+    )
+    num_threads: int | None = _option(
+        None, "CPU threads of the model. Default: what torch chooses.", unit="threads"
+    )
+
+    def __post_init__(self) -> None:
+        for option in fields(self):
+            choices, value = option.metadata["choices"], getattr(self, option.name)
+            if choices and value not in choices:
+                raise ConfigError(
+                    f"{option.name} must be one of {', '.join(choices)}; got {value!r}"
+                )
+        if self.num_blocks is not None and self.kv_cache_gib is not None:
+            raise ConfigError(
+                f"num_blocks ({self.num_blocks}) and kv_cache_gib ({self.kv_cache_gib:g}) "
+                "both set the size of the device pool; give one"
+            )
+        if self.kv_cache_gib is not None and self.kv_cache_gib <= 0:
+            raise ConfigError(f"kv_cache_gib must be above 0, got {self.kv_cache_gib:g}")
+        if self.swap_gib < 0:
+            raise ConfigError(f"swap_gib must be at least 0, got {self.swap_gib:g}")
+        if self.num_threads is not None and self.num_threads < 1:
+            raise ConfigError(f"num_threads must be at least 1, got {self.num_threads}")
+        # The scheduler's own checks, now rather than after the model is loaded.
+        self._scheduler_config(
+            1 if self.num_blocks is None else self.num_blocks,
+            self.num_swap_blocks or 0,
+            self.max_model_len,
+        )
+
+    @classmethod
+    def from_options(cls, **options: Any) -> EngineConfig:
+        """Make a configuration of options by name.
+
+        Raises:
+            ConfigError: There is no such option; the message names those most like it.
+        """
+        names = [option.name for option in fields(cls)]
+        for name in options:
+            if name not in names:
+                nearest = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+                hint = (
+                    f"did you mean {' or '.join(nearest)}?"
+                    if nearest
+                    else f"options are {', '.join(names)}"
+                )
+                raise ConfigError(f"unknown option {name!r}; {hint}")
+        return cls(**options)
+
+    def resolve(
+        self,
+        *,
+        context_length: int,
+        block_bytes: int,
+        host_bytes: int,
+        cuda_bytes: int | None = None,
+    ) -> SchedulerConfig:
+        """Settle the sizes that depend on the model and the machine.
+
+        Args:
+            context_length: Longest sequence of the model, in tokens.
+            block_bytes: One block of KV cache, all layers.
+            host_bytes: Available RAM.
+            cuda_bytes: Free memory of the GPU that holds the device pool; None: RAM holds it.
+
+        Raises:
+            ConfigError: Something does not fit; the message has the numbers.
+        """
+        max_model_len = context_length if self.max_model_len is None else self.max_model_len
+        if max_model_len > context_length:
+            raise ConfigError(
+                f"max_model_len ({max_model_len}) is more than the model's context "
+                f"({context_length} tokens)"
+            )
+        num_blocks = self._num_blocks(block_bytes, max_model_len, host_bytes, cuda_bytes)
+        left_bytes = host_bytes - (num_blocks * block_bytes if cuda_bytes is None else 0)
+        return self._scheduler_config(
+            num_blocks, self._num_swap_blocks(block_bytes, left_bytes), max_model_len
+        )
+
+    def _num_blocks(
+        self, block_bytes: int, max_model_len: int, host_bytes: int, cuda_bytes: int | None
+    ) -> int:
+        if cuda_bytes is None:
+            available, share = host_bytes, HOST_POOL_SHARE
+        else:
+            available, share = cuda_bytes, CUDA_POOL_SHARE
+        if self.num_blocks is not None:
+            num_blocks, asked = self.num_blocks, f"num_blocks={self.num_blocks}"
+        elif self.kv_cache_gib is not None:
+            num_blocks = int(self.kv_cache_gib * GIB) // block_bytes
+            asked = f"kv_cache_gib={self.kv_cache_gib:g}"
+        else:
+            useful = self.max_num_seqs * -(-max_model_len // self.block_size)
+            num_blocks = min(int(available * share) // block_bytes, useful)
+            asked = f"the default of {share:.0%} of {available / GIB:.2f} GiB"
+        if num_blocks < 1:
+            raise ConfigError(
+                f"{asked} holds less than one block of KV cache ({block_bytes / 2**20:.2f} MiB)"
+            )
+        if num_blocks * block_bytes > available:
+            raise ConfigError(
+                f"{asked} takes {num_blocks * block_bytes / GIB:.2f} GiB for {num_blocks} blocks; "
+                f"{available / GIB:.2f} GiB are available"
+            )
+        return num_blocks
+
+    def _num_swap_blocks(self, block_bytes: int, left_bytes: int) -> int:
+        if self.num_swap_blocks is not None:
+            if self.num_swap_blocks * block_bytes > left_bytes:
+                raise ConfigError(
+                    f"num_swap_blocks={self.num_swap_blocks} takes "
+                    f"{self.num_swap_blocks * block_bytes / GIB:.2f} GiB; "
+                    f"{left_bytes / GIB:.2f} GiB of RAM are left for it"
+                )
+            return self.num_swap_blocks
+        if self.preemption_mode == "recompute" or self.scheduling_policy in (
+            "recompute-only",
+            "reserve",
+        ):
+            return 0  # nothing will ever be parked
+        asked_bytes, limit_bytes = int(self.swap_gib * GIB), int(left_bytes * SWAP_POOL_SHARE)
+        if asked_bytes > limit_bytes:
+            logger.warning(
+                "swap_gib=%g reduced to %.2f GiB: %.2f GiB of RAM are left",
+                self.swap_gib,
+                limit_bytes / GIB,
+                left_bytes / GIB,
+            )
+        return min(asked_bytes, limit_bytes) // block_bytes
+
+    def _scheduler_config(
+        self, num_blocks: int, num_swap_blocks: int, max_model_len: int | None
+    ) -> SchedulerConfig:
+        return SchedulerConfig(
+            num_blocks=num_blocks,
+            num_swap_blocks=num_swap_blocks,
+            block_size=self.block_size,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=max_model_len,
+            preemption_mode=self.preemption_mode,
+            policy=self.scheduling_policy,
+            enable_prefix_caching=self.enable_prefix_caching,
+            watermark=self.watermark,
+            max_queue=self.max_queue,
+        )

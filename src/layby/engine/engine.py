@@ -1,0 +1,565 @@
+"""The engine: requests in, pieces of answers out, one loop over schedule → execute → update."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from layby.engine.detokenizer import Detokenizer, StopStrings
+from layby.engine.interfaces import ChatTemplate, Tokenizer
+from layby.engine.metrics import BusyLog, EngineMetrics, EngineStats
+from layby.engine.outputs import CompletionDelta, RequestDelta
+from layby.errors import (
+    EngineDeadError,
+    EngineUnavailableError,
+    InvalidRequestError,
+    LaybyError,
+    RequestFailedError,
+)
+from layby.execution.executor import Executor, PositionLogprobs, StepResult
+from layby.sampling_params import SamplingParams
+from layby.scheduling import Request, Scheduler
+from layby.scheduling.plan import StepPlan
+from layby.scheduling.request import FinishReason
+from layby.scheduling.request import Sequence as Sample
+
+logger = logging.getLogger("layby.engine")
+
+STALL_STEPS = 100
+"""So many steps on end that plan nothing while work is there are a fault, not patience."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A request that has passed every check but the scheduler's.
+
+    Attributes:
+        request: For the scheduler; its payload is the SamplingParams with the seed resolved.
+        prompt: The prompt's text, None if it came as token ids.
+        params: As the caller gave them.
+    """
+
+    request: Request
+    prompt: str | None
+    params: SamplingParams
+
+
+@dataclass(slots=True)
+class _SampleState:
+    """One sample's text so far, and when its last token came (seconds on the engine's clock)."""
+
+    text: Detokenizer
+    last_token_s: float | None = None
+    ended: bool = False
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request in the engine."""
+
+    request: Request
+    params: SamplingParams
+    arrival_s: float
+    samples: list[_SampleState]
+    prompt_logprobs: list[PositionLogprobs | None] | None
+    has_answered: bool = False
+
+
+class Engine:
+    """Runs requests to their ends. Not thread-safe, except for ``prepare``, ``stats`` and
+    ``metrics_text``; :class:`~layby.engine.async_engine.AsyncEngine` gives it a thread of its own.
+
+    Args:
+        scheduler: Decides; must use the same clock.
+        executor: Computes.
+        tokenizer: Text to tokens and back.
+        chat_template: Messages to text; None if the model has none.
+        model_name: Label of the metrics.
+        vocab_size: Token ids the model knows, from 0; the tokenizer's if None.
+        max_model_len: Most tokens, prompt and output, of one sequence.
+        seed: Base of the seeds of requests that bring none; None takes them from the system.
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        tokenizer: Tokenizer,
+        chat_template: ChatTemplate | None = None,
+        *,
+        model_name: str = "layby",
+        vocab_size: int | None = None,
+        max_model_len: int,
+        seed: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self.tokenizer = tokenizer
+        self.chat_template = chat_template
+        self.model_name = model_name
+        self.vocab_size = tokenizer.vocab_size if vocab_size is None else vocab_size
+        self.max_model_len = max_model_len
+        self.error: EngineDeadError | None = None
+        self._clock = clock
+        self._live: dict[str, _Live] = {}
+        self._seeds = random.Random(seed) if seed is not None else random.SystemRandom()
+        self._id_prefix = os.urandom(4).hex()
+        self._id_numbers = itertools.count()
+        self._empty_steps = 0
+        self._closed = False
+        self._prompt_tokens = self._generation_tokens = self._requests_failed = 0
+        self._stats = EngineStats()
+        self._metrics = EngineMetrics(model_name, self.stats)
+        self._busy_log = BusyLog(clock())
+        scheduler.metrics.on_swapped = self._metrics.observe_swapped
+        self._publish()
+
+    # --- work in ---
+
+    def add_request(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> str:
+        """Check a request and queue it; return its id.
+
+        Args:
+            prompt: Text, or token ids.
+            params: How to choose tokens; the defaults if None.
+            request_id: Unique among live requests; made up if None.
+            priority: Class; a smaller number is more urgent.
+            cache_salt: Cached prefixes are shared only between requests of the same salt.
+
+        Raises:
+            InvalidRequestError: The request can never be served; names the parameter.
+            RequestTooLargeError: …because it could not fit in the KV cache even alone.
+            QueueFullError: Too many requests wait.
+            EngineUnavailableError: The engine is closed, or (EngineDeadError) a step failed.
+        """
+        return self.submit(
+            self.prepare(
+                prompt, params, request_id=request_id, priority=priority, cache_salt=cache_salt
+            )
+        )
+
+    def prepare(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> PreparedRequest:
+        """The checks of ``add_request`` that need no look at the queues; safe in any thread.
+
+        A request arrives when it is prepared. ``max_tokens=None`` becomes what the context and
+        the KV cache can hold; a ``max_tokens`` that is given must fit as it stands.
+
+        Raises:
+            InvalidRequestError: As ``add_request``.
+        """
+        params = SamplingParams() if params is None else params
+        params.check_vocabulary(self.vocab_size)
+        if not isinstance(priority, int) or isinstance(priority, bool):
+            raise InvalidRequestError(
+                f"priority must be an integer, got {priority!r}", param="priority"
+            )
+        tokens = self._prompt_tokens_of(prompt)
+        request = Request(
+            self._new_id() if request_id is None else request_id,
+            tokens,
+            max_tokens=self._max_tokens(len(tokens), params),
+            n=params.n,
+            priority=priority,
+            arrival_time=self._clock(),
+            min_tokens=params.min_tokens,
+            stop_token_ids=self._stop_token_ids(params),
+            cache_salt=cache_salt,
+            # Every prompt position must be computed to have its log-probabilities.
+            use_prefix_cache=params.prompt_logprobs is None,
+            payload=params if params.seed is not None else replace(params, seed=self._new_seed()),
+        )
+        return PreparedRequest(request, prompt if isinstance(prompt, str) else None, params)
+
+    def submit(self, prepared: PreparedRequest) -> str:
+        """Queue a prepared request; return its id. Raises as ``add_request``."""
+        self._check_alive()
+        request, params = prepared.request, prepared.params
+        if request.request_id in self._live:
+            raise InvalidRequestError(
+                f"a request with id {request.request_id!r} is in progress", param="request_id"
+            )
+        was_idle = not self._live
+        self.scheduler.add_request(request)
+        stops = StopStrings(params.stop)
+        assert request.arrival_time is not None  # set by prepare
+        self._live[request.request_id] = _Live(
+            request,
+            params,
+            request.arrival_time,
+            [
+                _SampleState(Detokenizer(self.tokenizer, stops, params.min_tokens))
+                for _ in range(params.n)
+            ],
+            None if params.prompt_logprobs is None else [None] * request.num_prompt_tokens,
+        )
+        self._publish()
+        if was_idle:
+            self._busy_log.restart(self._clock(), self._stats)
+        return request.request_id
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+    ) -> str:
+        """A conversation in the model's chat format; safe in any thread.
+
+        To be encoded without special tokens: the text has them already.
+
+        Raises:
+            InvalidRequestError: There are no messages, the model has no chat template, or the
+                template does not take these messages.
+        """
+        if not messages:
+            raise InvalidRequestError("messages is empty", param="messages")
+        if self.chat_template is None:
+            raise InvalidRequestError(
+                f"model {self.model_name} has no chat template; use a plain prompt",
+                param="messages",
+            )
+        return self.chat_template.render(messages, add_generation_prompt=add_generation_prompt)
+
+    # --- the loop ---
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self._live)
+
+    def step(self) -> list[RequestDelta]:
+        """Decide, compute, commit; return what was added to each request.
+
+        A request that fails alone ends with ``error`` in the returned deltas. If the step as a
+        whole fails, every live request does, and the engine is dead: ``error`` says why.
+
+        Raises:
+            EngineUnavailableError: As ``add_request``.
+        """
+        self._check_alive()
+        try:
+            plan = self.scheduler.schedule()
+            result = StepResult([]) if plan.is_empty else self.executor.execute(plan)
+            # Failures go first: what they computed must not reach the prefix cache.
+            deltas = [self._fail(name, why) for name, why in result.failures.items()]
+            self.scheduler.update(plan, result.tokens)
+            deltas += self._collect(plan, result)
+            self._check_progress(plan)
+        except Exception as fault:
+            logger.exception("a step failed; the engine is dead")
+            return self.fail_all(f"{type(fault).__name__}: {fault}")
+        self._publish()
+        self._busy_log.step(self._clock(), self._stats)
+        return [delta for delta in deltas if delta is not None]
+
+    def abort(self, request_id: str, error: LaybyError | None = None) -> RequestDelta | None:
+        """End a request now; its blocks are free at the next step.
+
+        Args:
+            request_id: Whose. One that is unknown or has ended is ignored.
+            error: Why, if the caller did not ask for it.
+
+        Returns:
+            The last delta, with the text that was held back; None if there was no such request.
+        """
+        live = self._live.get(request_id)
+        if live is None:
+            return None
+        self.scheduler.abort(request_id, FinishReason.ABORT)
+        delta = self._end(live, FinishReason.ABORT, error)
+        self._publish()
+        return delta
+
+    def fail_all(self, why: str) -> list[RequestDelta]:
+        """Declare the engine dead; return the last delta of every live request."""
+        number = len(self._live)
+        self.error = EngineDeadError(f"the engine failed ({why}) with {number} requests in flight")
+        deltas = []
+        for live in list(self._live.values()):
+            try:
+                self.scheduler.abort(live.request.request_id, FinishReason.ERROR)
+            except Exception:
+                # The scheduler may be what broke; every request gets its answer all the same.
+                logger.exception("could not take %s out of the scheduler", live.request)
+            deltas.append(self._end(live, FinishReason.ERROR, self.error))
+        self._publish()
+        return deltas
+
+    def close(self) -> None:
+        """Free the executor's pools. The engine cannot be used afterwards."""
+        if not self._closed:
+            self._closed = True
+            self.executor.close()
+
+    # --- reports ---
+
+    def stats(self) -> EngineStats:
+        """Counts as of the end of the last step, admission or abort; safe in any thread."""
+        return self._stats
+
+    def metrics_text(self) -> bytes:
+        """The metrics in Prometheus' text format; safe in any thread."""
+        return self._metrics.text()
+
+    # --- checking requests ---
+
+    def _prompt_tokens_of(self, prompt: str | Sequence[int]) -> list[int]:
+        if isinstance(prompt, str):
+            tokens = self.tokenizer.encode(prompt)
+        else:
+            tokens = self._checked_token_ids(prompt)
+        if not tokens:
+            raise InvalidRequestError("prompt is empty: it has no tokens", param="prompt")
+        return tokens
+
+    def _checked_token_ids(self, prompt: Sequence[int]) -> list[int]:
+        if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, Sequence):
+            raise InvalidRequestError(
+                f"prompt must be a string or a list of token ids, got {type(prompt).__name__}",
+                param="prompt",
+            )
+        for index, token in enumerate(prompt):
+            if not isinstance(token, int) or isinstance(token, bool):
+                raise InvalidRequestError(
+                    f"prompt[{index}] must be a token id, got {token!r}", param="prompt"
+                )
+            if not 0 <= token < self.vocab_size:
+                raise InvalidRequestError(
+                    f"prompt[{index}] is token id {token}, "
+                    f"but the vocabulary has {self.vocab_size} tokens",
+                    param="prompt",
+                )
+        return list(prompt)
+
+    def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        """Most tokens to generate, checked against the context and, if open, the pool."""
+        room = self.max_model_len - num_prompt_tokens
+        if room < 1:
+            raise InvalidRequestError(
+                f"the prompt has {num_prompt_tokens} tokens; the context holds "
+                f"{self.max_model_len}, and at least one must be left for the answer",
+                param="prompt",
+            )
+        if params.max_tokens is not None:
+            if params.max_tokens > room:
+                raise InvalidRequestError(
+                    f"the prompt has {num_prompt_tokens} tokens and max_tokens is "
+                    f"{params.max_tokens}, together {num_prompt_tokens + params.max_tokens}; the "
+                    f"context holds {self.max_model_len}",
+                    param="max_tokens",
+                )
+            return params.max_tokens
+        if params.min_tokens > room:
+            raise InvalidRequestError(
+                f"the prompt has {num_prompt_tokens} tokens and min_tokens is "
+                f"{params.min_tokens}; the context holds {self.max_model_len}",
+                param="min_tokens",
+            )
+        # If not even one token fits in the pool, the scheduler refuses it with the numbers.
+        return max(1, min(room, self.scheduler.max_output_tokens(num_prompt_tokens, params.n)))
+
+    def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
+        asked = frozenset(params.stop_token_ids)
+        return asked if params.ignore_eos else asked | self.tokenizer.eos_ids
+
+    def _new_id(self) -> str:
+        return f"{self._id_prefix}-{next(self._id_numbers)}"
+
+    def _new_seed(self) -> int:
+        return self._seeds.getrandbits(63)
+
+    def _check_alive(self) -> None:
+        if self.error is not None:
+            # A fresh one: an exception gathers traceback every time it is raised.
+            raise EngineDeadError(str(self.error))
+        if self._closed:
+            raise EngineUnavailableError("the engine is closed")
+
+    def _check_progress(self, plan: StepPlan) -> None:
+        """A scheduler that plans nothing for ever would leave its requests without an answer."""
+        self._empty_steps = self._empty_steps + 1 if plan.is_empty and self._live else 0
+        if self._empty_steps >= STALL_STEPS:
+            raise RuntimeError(f"nothing was scheduled in {STALL_STEPS} steps")
+
+    # --- committing a step ---
+
+    def _collect(self, plan: StepPlan, result: StepResult) -> list[RequestDelta | None]:
+        """Deltas of the requests that the plan sampled, in plan order."""
+        for request_id, positions in result.prompt_logprobs.items():
+            live = self._live.get(request_id)
+            if live is not None and live.prompt_logprobs is not None:
+                for position, logprobs in positions:
+                    live.prompt_logprobs[position] = logprobs
+        logprobs_of = result.logprobs or [None] * len(result.tokens)
+        samplers = (sample for item in plan.scheduled for sample in item.samplers)
+        sampled: dict[str, list[tuple[Sample, int, PositionLogprobs | None]]] = {}
+        for sample, token, logprob in zip(samplers, result.tokens, logprobs_of, strict=True):
+            sampled.setdefault(sample.request.request_id, []).append((sample, token, logprob))
+        now = self._clock()
+        deltas: list[RequestDelta | None] = []
+        for request_id, pieces in sampled.items():
+            live = self._live.get(request_id)
+            if live is None:
+                continue  # it failed in this step
+            try:
+                deltas.append(self._delta(live, pieces, now))
+            except Exception as fault:
+                logger.exception("request %s failed", request_id)
+                deltas.append(self._fail(request_id, f"{type(fault).__name__}: {fault}"))
+        return deltas
+
+    def _delta(
+        self,
+        live: _Live,
+        pieces: list[tuple[Sample, int, PositionLogprobs | None]],
+        now: float,
+    ) -> RequestDelta:
+        outputs = [self._piece(live, *piece) for piece in pieces]
+        self._observe_tokens(live, [sample.index for sample, _, _ in pieces], now)
+        finished = live.request.is_finished
+        delta = self._new_delta(live, outputs, finished=finished, now=now)
+        if finished:
+            self._forget(live, outputs[-1].finish_reason or "stop", now)
+        return delta
+
+    def _piece(
+        self, live: _Live, sample: Sample, token: int, logprob: PositionLogprobs | None
+    ) -> CompletionDelta:
+        """What one token adds to its sample, whose end (if it is one) is settled here."""
+        state = live.samples[sample.index]
+        piece = CompletionDelta(sample.index, "", [token])
+        if live.params.logprobs is not None and logprob is not None:
+            piece.logprobs = [logprob]
+        # A token that stops is not part of the text, as a stop string is not.
+        if sample.finish_reason is not FinishReason.STOP:
+            piece.text = state.text.push([token])
+        if sample.finish_reason is not None:
+            piece.text += state.text.flush()
+            piece.finish_reason = sample.finish_reason.value
+            if sample.stop_token in live.params.stop_token_ids:
+                piece.stop_reason = sample.stop_token
+        if state.text.stopped_by is not None:
+            piece.finish_reason, piece.stop_reason = "stop", state.text.stopped_by
+            if sample.finish_reason is None:
+                self.scheduler.finish_sequence(sample, FinishReason.STOP)
+        state.ended = piece.finish_reason is not None
+        return piece
+
+    def _observe_tokens(self, live: _Live, indexes: list[int], now: float) -> None:
+        self._generation_tokens += len(indexes)
+        if not live.has_answered:
+            self._prompt_tokens += live.request.num_prompt_tokens
+            self._metrics.observe_first_token(now - live.arrival_s)
+        for index in indexes:
+            state = live.samples[index]
+            if state.last_token_s is not None:
+                self._metrics.observe_inter_token(now - state.last_token_s)
+            state.last_token_s = now
+
+    def _new_delta(
+        self,
+        live: _Live,
+        outputs: list[CompletionDelta],
+        *,
+        finished: bool,
+        now: float,
+        error: LaybyError | None = None,
+    ) -> RequestDelta:
+        first = not live.has_answered
+        live.has_answered = True
+        return RequestDelta(
+            live.request.request_id,
+            live.request.num_prompt_tokens,
+            outputs,
+            finished,
+            prompt_logprobs=live.prompt_logprobs if first else None,
+            error=error,
+            time_s=now,
+        )
+
+    # --- ends ---
+
+    def _fail(self, request_id: str, why: str) -> RequestDelta | None:
+        """End one request because of a fault of its own."""
+        live = self._live.get(request_id)
+        if live is None:
+            return None
+        self.scheduler.abort(request_id, FinishReason.ERROR)
+        error = RequestFailedError(f"request {request_id} failed: {why}")
+        return self._end(live, FinishReason.ERROR, error)
+
+    def _end(self, live: _Live, reason: FinishReason, error: LaybyError | None) -> RequestDelta:
+        """The last delta of a request that does not end by itself."""
+        now = self._clock()
+        outputs = []
+        for index, state in enumerate(live.samples):
+            if not state.ended:
+                state.ended = True
+                text = state.text.flush()
+                outputs.append(CompletionDelta(index, text, [], finish_reason=reason.value))
+        delta = self._new_delta(live, outputs, finished=True, now=now, error=error)
+        self._requests_failed += reason is FinishReason.ERROR
+        self._forget(live, reason.value, now)
+        return delta
+
+    def _forget(self, live: _Live, reason: str, now: float) -> None:
+        del self._live[live.request.request_id]
+        self._metrics.observe_end(reason, now - live.arrival_s)
+        try:
+            self.executor.release(live.request.request_id)
+        except Exception:
+            # The request has its answer; what is not released costs memory, not correctness.
+            logger.exception("the executor could not release %s", live.request)
+
+    def _publish(self) -> None:
+        """Make the snapshot that other threads read."""
+        scheduler, metrics = self.scheduler, self.scheduler.metrics
+        device, swap = scheduler.device_pool, scheduler.swap_pool
+        self._stats = EngineStats(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            swapped=len(scheduler.swapped),
+            num_blocks=device.num_blocks,
+            num_free_blocks=device.num_free,
+            num_swap_blocks=swap.num_blocks,
+            num_free_swap_blocks=swap.num_free,
+            kv_usage=device.usage,
+            swap_usage=swap.usage,
+            kv_usage_max=metrics.kv_usage_max,
+            requests_accepted=metrics.requests_accepted,
+            requests_finished=metrics.requests_finished,
+            requests_aborted=metrics.requests_aborted,
+            requests_failed=self._requests_failed,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+            preemptions_swap=metrics.preemptions_swap,
+            preemptions_recompute=metrics.preemptions_recompute,
+            preemption_rate=metrics.preemption_rate,
+            recomputed_tokens=metrics.recomputed_tokens,
+            swapped_queue_size_max=metrics.swapped_queue_size_max,
+            swaps_completed=metrics.swaps_completed,
+            avg_swapped_duration_s=metrics.avg_swapped_duration_s,
+            prefix_cache_queried_tokens=metrics.prefix_cache_queried_tokens,
+            prefix_cache_hit_tokens=metrics.prefix_cache_hit_tokens,
+        )

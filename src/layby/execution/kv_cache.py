@@ -1,0 +1,148 @@
+"""The KV cache: a device pool and a swap pool of blocks, and the moves between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from layby.errors import ConfigError
+from layby.models.config import ModelConfig
+from layby.scheduling.plan import BlockMove
+
+_STAGED_BLOCKS = 64
+"""Blocks that a swap copies at once: bounds the memory it borrows."""
+
+
+def bytes_per_block(config: ModelConfig, *, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block: keys and values of ``block_size`` tokens in all layers."""
+    per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    return block_size * per_token * dtype.itemsize
+
+
+def blocks_in(gib: float, config: ModelConfig, *, block_size: int, dtype: torch.dtype) -> int:
+    """How many whole blocks fit in ``gib`` GiB (2^30 bytes)."""
+    size = bytes_per_block(config, block_size=block_size, dtype=dtype)
+    return int(gib * 2**30) // size
+
+
+class KVCache:
+    """Blocks on the device and parked blocks in host memory.
+
+    A block is contiguous in either pool, with all of its layers, so that parking it is one copy:
+    ``[blocks, layers, 2, kv_heads, block_size, head_dim]``; index 0 of the third dimension is keys.
+    Neither pool is initialised: readers must mask what was never written. On a CPU the system hands
+    out their pages as they are first written.
+
+    On a GPU the swap pool is pinned, and moves run on a stream of their own: they wait for all work
+    submitted before, and work submitted later waits for them.
+
+    Raises:
+        ConfigError: A pool is larger than the memory there is.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        num_blocks: int,
+        num_swap_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        block = (config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
+        size = bytes_per_block(config, block_size=block_size, dtype=dtype)
+        on_gpu = device.type == "cuda"
+
+        def allocate(what: str, count: int, where: torch.device) -> Tensor:
+            pin = on_gpu and where.type == "cpu" and count > 0
+            try:
+                return torch.empty((count, *block), dtype=dtype, device=where, pin_memory=pin)
+            except (RuntimeError, MemoryError) as error:
+                raise ConfigError(
+                    f"the {what} pool of {count} blocks takes {count * size / 2**30:.2f} GiB "
+                    f"on {where.type}, which cannot be had: {error}"
+                ) from error
+
+        self.pool = allocate("device", num_blocks, device)
+        self.swap_pool = allocate("swap", num_swap_blocks, torch.device("cpu"))
+        self._stream = torch.cuda.Stream(device) if on_gpu else None
+
+    @torch.inference_mode()
+    def swap_out(self, moves: Sequence[BlockMove]) -> None:
+        """Copy device blocks into swap blocks."""
+        with self._moving():
+            for device_blocks, runs in _swaps([(move.dst, move.src) for move in moves]):
+                staged = self.pool.index_select(0, self._index(device_blocks))
+                for begin, end, swap_block in runs:
+                    parked = self.swap_pool[swap_block : swap_block + end - begin]
+                    parked.copy_(staged[begin:end], non_blocking=True)
+
+    @torch.inference_mode()
+    def swap_in(self, moves: Sequence[BlockMove]) -> None:
+        """Copy swap blocks into device blocks."""
+        with self._moving():
+            for device_blocks, runs in _swaps([(move.src, move.dst) for move in moves]):
+                staged = self.pool.new_empty((len(device_blocks), *self.pool.shape[1:]))
+                for begin, end, swap_block in runs:
+                    parked = self.swap_pool[swap_block : swap_block + end - begin]
+                    staged[begin:end].copy_(parked, non_blocking=True)
+                self.pool.index_copy_(0, self._index(device_blocks), staged)
+
+    @torch.inference_mode()
+    def copy(self, moves: Sequence[BlockMove]) -> None:
+        """Copy device blocks onto device blocks; all are read before any is written."""
+        if not moves:
+            return
+        with self._moving():
+            staged = self.pool.index_select(0, self._index([move.src for move in moves]))
+            self.pool.index_copy_(0, self._index([move.dst for move in moves]), staged)
+
+    def synchronize(self) -> None:
+        """Wait until the moves are done and the swap pool's bytes may be read by other means."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _index(self, blocks: Sequence[int]) -> Tensor:
+        return torch.tensor(blocks, dtype=torch.int64, device=self.pool.device)
+
+    @contextmanager
+    def _moving(self) -> Iterator[None]:
+        """Run what is inside on the stream of moves, in order with the current stream."""
+        if self._stream is None:
+            yield
+            return
+        current = torch.cuda.current_stream(self.pool.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            yield
+        current.wait_stream(self._stream)
+
+
+def _swaps(
+    pairs: list[tuple[int, int]],
+) -> Iterator[tuple[list[int], list[tuple[int, int, int]]]]:
+    """Cut ``(swap block, device block)`` pairs into batches that need few copies.
+
+    Index operations do not reach from a GPU into host memory, but a copy of consecutive blocks
+    does. Pairs are sorted by swap block, so that neighbours in the swap pool travel together; the
+    device side, scattered as it is, is one index operation per batch.
+
+    Yields:
+        The device blocks of a batch, and its runs: ``(begin, end, first swap block)`` says that
+        entries ``begin … end - 1`` of the batch are consecutive in the swap pool.
+    """
+    pairs = sorted(pairs)
+    for low in range(0, len(pairs), _STAGED_BLOCKS):
+        batch = pairs[low : low + _STAGED_BLOCKS]
+        starts = [
+            index
+            for index, (swap_block, _) in enumerate(batch)
+            if index == 0 or swap_block != batch[index - 1][0] + 1
+        ]
+        ends = [*starts[1:], len(batch)]
+        runs = [(begin, end, batch[begin][0]) for begin, end in zip(starts, ends, strict=True)]
+        yield [device_block for _, device_block in batch], runs

@@ -1,0 +1,151 @@
+"""The executor that runs a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from layby.execution.batch import ForwardBatch, build_batch
+from layby.execution.executor import PositionLogprobs, StepResult
+from layby.execution.kv_cache import KVCache
+from layby.execution.sampler import Sampler, describe, sampling_params
+from layby.models.transformer import Transformer
+from layby.scheduling.plan import ScheduledSequence, StepPlan
+from layby.scheduling.request import Sequence
+
+_PROMPT_ROWS = 128
+"""Rows of prompt log-probabilities at once: bounds the memory for ``[rows, vocab]``."""
+
+
+class TorchExecutor:
+    """Runs step plans on a model, on the model's device and in its number format.
+
+    Args:
+        model: The network.
+        block_size: Tokens per KV block.
+        num_blocks, num_swap_blocks: Sizes of the two pools; the swap pool may be empty.
+
+    Raises:
+        ConfigError: A pool is larger than the memory there is.
+    """
+
+    def __init__(
+        self, model: Transformer, *, block_size: int, num_blocks: int, num_swap_blocks: int
+    ) -> None:
+        self.model = model
+        self.block_size = block_size
+        self.cache = KVCache(
+            model.config,
+            num_blocks=num_blocks,
+            num_swap_blocks=num_swap_blocks,
+            block_size=block_size,
+            dtype=model.dtype,
+            device=model.device,
+        )
+        self._sampler = Sampler()
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        """See ``Executor``."""
+        self.cache.swap_out(plan.swap_out)
+        self.cache.swap_in(plan.swap_in)
+        self.cache.copy(plan.copy)
+        failures = self._unreadable(plan.scheduled)
+        scheduled = [
+            item for item in plan.scheduled if item.sequence.request.request_id not in failures
+        ]
+        result = StepResult([0] * plan.num_samples, failures=failures)
+        if scheduled:
+            batch = build_batch(scheduled, block_size=self.block_size, device=self.model.device)
+            hidden = self.model.forward(
+                batch.token_ids, batch.positions, batch.attention, self.cache.pool
+            )
+            self._report_prompts(batch, hidden, result)
+            self._sample(plan, batch, hidden, result)
+        return result
+
+    def release(self, request_id: str) -> None:
+        """See ``Executor``."""
+        self._sampler.release(request_id)
+
+    def close(self) -> None:
+        """See ``Executor``. The executor must not be used afterwards."""
+        self.cache.synchronize()
+        del self.cache
+
+    def _unreadable(self, scheduled: list[ScheduledSequence]) -> dict[str, str]:
+        """Requests with a token that the model does not have: they must not fail the batch."""
+        vocab = self.model.config.vocab_size
+        failures = {}
+        for item in scheduled:
+            tokens = item.sequence.tokens[item.start : item.start + item.num_tokens]
+            if min(tokens) < 0 or max(tokens) >= vocab:
+                failures[item.sequence.request.request_id] = (
+                    f"a token id is outside the model's vocabulary of {vocab} tokens"
+                )
+        return failures
+
+    def _sample(
+        self, plan: StepPlan, batch: ForwardBatch, hidden: Tensor, result: StepResult
+    ) -> None:
+        """Sample every row that the plan wants sampled; fill in ``result``."""
+        last_row = {
+            id(item): first + item.num_tokens - 1
+            for item, first in zip(batch.items, batch.first_rows, strict=True)
+        }
+        rows: list[int] = []
+        samplers: list[Sequence] = []
+        places: list[int] = []
+        place = 0
+        for item in plan.scheduled:
+            if id(item) in last_row:
+                rows += [last_row[id(item)]] * len(item.samplers)
+                samplers += item.samplers
+                places += range(place, place + len(item.samplers))
+            place += len(item.samplers)
+        if not rows:
+            return
+        # All samples of a prompt share one row: its logits are computed once.
+        distinct, inverse = np.unique(rows, return_inverse=True)
+        logits = self.model.logits(hidden[torch.from_numpy(distinct).to(hidden.device)])
+        if len(distinct) != len(rows) or not np.array_equal(inverse, np.arange(len(rows))):
+            logits = logits[torch.from_numpy(inverse).to(logits.device)]
+        samples = self._sampler.sample(logits, samplers)
+        result.failures |= samples.failures
+        if samples.logprobs:
+            result.logprobs = [None] * len(result.tokens)
+        for index, place in enumerate(places):
+            result.tokens[place] = samples.tokens[index]
+            if samples.logprobs:
+                result.logprobs[place] = samples.logprobs[index]
+
+    def _report_prompts(self, batch: ForwardBatch, hidden: Tensor, result: StepResult) -> None:
+        """Log-probabilities of prompt tokens, for the requests that ask.
+
+        A prompt that is computed again after a preemption is reported again, with the same numbers.
+        """
+        for item, first in zip(batch.items, batch.first_rows, strict=True):
+            sequence = item.sequence
+            count = sampling_params(sequence).prompt_logprobs
+            # The row at position p predicts the token at p + 1. Only the first sample reports.
+            end = min(item.start + item.num_tokens, sequence.num_prompt_tokens - 1)
+            if count is None or sequence.index or end <= item.start:
+                continue
+            rows = hidden[first : first + end - item.start]
+            chosen = sequence.tokens[item.start + 1 : end + 1]
+            reports = self._prompt_logprobs(rows, chosen, count)
+            result.prompt_logprobs[sequence.request.request_id] = list(
+                enumerate(reports, start=item.start + 1)
+            )
+
+    def _prompt_logprobs(
+        self, hidden: Tensor, chosen: list[int], count: int
+    ) -> Iterator[PositionLogprobs]:
+        for low in range(0, len(chosen), _PROMPT_ROWS):
+            part = slice(low, low + _PROMPT_ROWS)
+            logprobs = torch.log_softmax(self.model.logits(hidden[part]), -1)
+            tokens = chosen[part]
+            yield from describe(logprobs, tokens, [count] * len(tokens))

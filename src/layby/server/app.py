@@ -1,0 +1,352 @@
+"""The HTTP application: which paths there are, and what each of them does."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse, RedirectResponse, Response
+
+import layby
+from layby.errors import ConfigError, InvalidRequestError
+from layby.server.answers import ChatAnswer, CompletionAnswer, Echo
+from layby.server.docs_page import render_docs
+from layby.server.errors import UnknownModelError, error_answer, install_error_handlers
+from layby.server.generation import Call, respond
+from layby.server.http import ApiKeyGuard, json_response, read_body
+from layby.server.protocol import (
+    Body,
+    ChatCompletion,
+    ChatCompletionRequest,
+    ChatMessage,
+    Completion,
+    CompletionRequest,
+    DetokenizeRequest,
+    ErrorAnswer,
+    GenerationRequest,
+    Health,
+    ModelCard,
+    ModelList,
+    Text,
+    TokenizeRequest,
+    Tokens,
+)
+
+if TYPE_CHECKING:
+    from layby.engine import AsyncEngine
+
+_METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+_SET_BY_FIELDS: Final = frozenset({"self", "messages", "add_generation_prompt", "tools"})
+_DESCRIPTION: Final = (
+    "An OpenAI-compatible server that parks half-finished answers instead of losing them when "
+    "memory runs short. Point any OpenAI client at `/v1`."
+)
+
+
+def create_app(engine: AsyncEngine, *, api_key: str | Sequence[str] | None = None) -> FastAPI:
+    """Make the application around a started engine.
+
+    Args:
+        engine: Runs the requests. The caller starts it and shuts it down.
+        api_key: One key or several, any of which opens the paths that are not in
+            ``OPEN_PATHS``; None asks for none.
+
+    Raises:
+        ConfigError: A key is empty or not ASCII.
+    """
+    app = FastAPI(
+        title="Layby",
+        version=layby.__version__,
+        description=_DESCRIPTION,
+        docs_url=None,  # FastAPI's own page loads its scripts from elsewhere
+        redoc_url=None,
+        redirect_slashes=False,
+        responses={400: {"model": ErrorAnswer, "description": "Bad input; names the parameter"}},
+    )
+    keys = _api_keys(api_key)
+    if keys:
+        app.add_middleware(ApiKeyGuard, api_keys=keys)
+    install_error_handlers(app)
+    created = int(time.time())
+    _add_generating_routes(app, engine)
+    _add_model_routes(app, engine, created)
+    _add_operator_routes(app, engine)
+    _describe_bodies(app)
+    return app
+
+
+def _api_keys(api_key: str | Sequence[str] | None) -> list[str]:
+    keys = [api_key] if isinstance(api_key, str) else list(api_key or ())
+    for key in keys:
+        if not key or not key.isascii() or key != key.strip():
+            raise ConfigError("an API key must be non-empty ASCII without spaces around it")
+    return keys
+
+
+def _add_generating_routes(app: FastAPI, engine: AsyncEngine) -> None:
+    busy: dict[int | str, dict[str, Any]] = {
+        429: {"model": ErrorAnswer, "description": "The queue is full; see Retry-After"},
+        503: {"model": ErrorAnswer, "description": "The engine takes no work"},
+    }
+
+    @app.post(
+        "/v1/chat/completions",
+        summary="Continue a conversation",
+        responses={200: {"model": ChatCompletion}, **busy},
+        openapi_extra=_takes(ChatCompletionRequest),
+    )
+    async def chat_completions(request: Request) -> Response:
+        body = await read_body(request, ChatCompletionRequest)
+        _check_model(engine, body.model)
+        params = body.sampling_params()
+        prompt = await asyncio.to_thread(
+            _encode_chat,
+            engine,
+            body.messages,
+            body.add_generation_prompt,
+            body.chat_template_kwargs,
+        )
+        call = _call(body, [prompt], params, prompt_param="messages")
+        return await respond(engine, request, call, ChatAnswer(engine.model_name, engine.tokenizer))
+
+    @app.post(
+        "/v1/completions",
+        summary="Continue a text",
+        responses={200: {"model": Completion}, **busy},
+        openapi_extra=_takes(CompletionRequest),
+    )
+    async def completions(request: Request) -> Response:
+        body = await read_body(request, CompletionRequest)
+        _check_model(engine, body.model)
+        params = body.sampling_params()
+        prompts: Sequence[str | list[int]] = body.prompts
+        echoes: list[Echo] = []
+        if body.echo:
+            prompts, echoes = await asyncio.to_thread(_echoes, engine, body)
+        call = _call(body, prompts, params, names_index=body.is_list_of_prompts)
+        answer = CompletionAnswer(engine.model_name, engine.tokenizer, params.n, echoes)
+        return await respond(engine, request, call, answer)
+
+
+def _call(
+    body: GenerationRequest,
+    prompts: Sequence[str | list[int]],
+    params: layby.SamplingParams,
+    *,
+    prompt_param: str = "prompt",
+    names_index: bool = False,
+) -> Call:
+    return Call(
+        prompts=prompts,
+        params=params,
+        priority=body.priority,
+        cache_salt=body.cache_salt,
+        prompt_param=prompt_param,
+        names_index=names_index,
+        stream=body.stream,
+        include_usage=body.stream_options.include_usage,
+    )
+
+
+def _check_model(engine: AsyncEngine, model: str | None) -> None:
+    if model is not None and model != engine.model_name:
+        raise UnknownModelError(model, engine.model_name)
+
+
+def _encode_chat(
+    engine: AsyncEngine,
+    messages: Sequence[ChatMessage],
+    add_generation_prompt: bool,
+    template_kwargs: dict[str, Any],
+) -> list[int]:
+    """Token ids of a conversation. The template writes all special tokens itself."""
+    if engine.chat_template is None:
+        raise InvalidRequestError(
+            f"{engine.model_name} has no chat template: it takes plain prompts at /v1/completions",
+            param="messages",
+        )
+    reserved = _SET_BY_FIELDS & template_kwargs.keys()
+    if reserved:
+        raise InvalidRequestError(
+            f"chat_template_kwargs may not hold {min(reserved)}", param="chat_template_kwargs"
+        )
+    text = engine.chat_template.render(
+        [message.for_template() for message in messages],
+        add_generation_prompt=add_generation_prompt,
+        **template_kwargs,
+    )
+    return engine.tokenizer.encode(text, add_special_tokens=False)
+
+
+def _echoes(
+    engine: AsyncEngine, body: CompletionRequest
+) -> tuple[list[str | list[int]], list[Echo]]:
+    """The prompts as the engine will see them, and as the answer repeats them.
+
+    With log-probabilities the prompts are encoded here, so that each number has its token.
+    """
+    prompts: list[str | list[int]] = []
+    echoes = []
+    for index, prompt in enumerate(body.prompts):
+        if isinstance(prompt, str):
+            ids = engine.tokenizer.encode(prompt) if body.logprobs is not None else []
+            prompts.append(ids or prompt)
+            echoes.append(Echo(prompt, ids))
+        else:
+            _check_vocabulary(engine, prompt, f"prompt[{index}]", "prompt")
+            prompts.append(prompt)
+            echoes.append(Echo(engine.tokenizer.decode(prompt), prompt))
+    return prompts, echoes
+
+
+def _check_vocabulary(engine: AsyncEngine, ids: Sequence[int], name: str, param: str) -> None:
+    size = engine.tokenizer.vocab_size
+    for token in ids:
+        if not 0 <= token < size:
+            raise InvalidRequestError(
+                f"{name} holds token id {token}, but the vocabulary has {size} tokens", param=param
+            )
+
+
+def _add_model_routes(app: FastAPI, engine: AsyncEngine, created: int) -> None:
+    def card() -> ModelCard:
+        return {
+            "id": engine.model_name,
+            "object": "model",
+            "created": created,
+            "owned_by": "layby",
+            "max_model_len": engine.max_model_len,
+        }
+
+    @app.get("/v1/models", summary="List the models", responses={200: {"model": ModelList}})
+    async def list_models() -> Response:
+        return json_response({"object": "list", "data": [card()]})
+
+    @app.get(
+        "/v1/models/{model:path}",
+        summary="Describe a model",
+        responses={
+            200: {"model": ModelCard},
+            404: {"model": ErrorAnswer, "description": "There is no such model"},
+        },
+    )
+    async def retrieve_model(model: str) -> Response:
+        if model != engine.model_name:
+            # In a path it is a missing page; in a body it is bad input.
+            _, body, _ = error_answer(UnknownModelError(model, engine.model_name))
+            return json_response(body, 404)
+        return json_response(card())
+
+    @app.post(
+        "/tokenize",
+        summary="Text or messages to token ids",
+        responses={200: {"model": Tokens}},
+        openapi_extra=_takes(TokenizeRequest),
+    )
+    async def tokenize(request: Request) -> Response:
+        body = await read_body(request, TokenizeRequest)
+        _check_model(engine, body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidRequestError("give either prompt or messages", param="prompt")
+        if body.messages is not None:
+            ids = await asyncio.to_thread(
+                _encode_chat, engine, body.messages, body.add_generation_prompt, {}
+            )
+        else:
+            assert body.prompt is not None  # one of the two is there
+            ids = await asyncio.to_thread(
+                engine.tokenizer.encode, body.prompt, body.add_special_tokens
+            )
+        return json_response(
+            {"count": len(ids), "max_model_len": engine.max_model_len, "tokens": ids}
+        )
+
+    @app.post(
+        "/detokenize",
+        summary="Token ids to text",
+        responses={200: {"model": Text}},
+        openapi_extra=_takes(DetokenizeRequest),
+    )
+    async def detokenize(request: Request) -> Response:
+        body = await read_body(request, DetokenizeRequest)
+        _check_model(engine, body.model)
+        _check_vocabulary(engine, body.tokens, "tokens", "tokens")
+        # All tokens are shown, special ones too: the inverse of /tokenize.
+        text = await asyncio.to_thread(engine.tokenizer.decode, body.tokens, False)
+        return json_response({"prompt": text})
+
+
+def _add_operator_routes(app: FastAPI, engine: AsyncEngine) -> None:
+    @app.get(
+        "/health",
+        summary="Whether the engine takes work",
+        responses={
+            200: {"model": Health},
+            503: {"model": Health, "description": "Draining or dead, with the reason"},
+        },
+    )
+    async def health() -> Response:
+        if engine.is_draining:
+            reason = "the engine is shutting down: it finishes what it accepted"
+            return json_response({"status": "draining", "reason": reason}, 503)
+        if not engine.is_healthy:
+            reason = str(engine.error or "the engine has not been started")
+            return json_response({"status": "dead", "reason": reason}, 503)
+        return json_response({"status": "ok"})
+
+    @app.get(
+        "/metrics",
+        summary="Prometheus metrics",
+        responses={200: {"content": {"text/plain": {}}, "description": "Prometheus' text format"}},
+    )
+    async def metrics() -> Response:
+        return Response(engine.metrics_text(), media_type=_METRICS_TYPE)
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs(request: Request) -> HTMLResponse:
+        try:
+            base_url = str(request.base_url).rstrip("/")
+        except ValueError:  # a Host header that is no host
+            base_url = "http://127.0.0.1:8000"
+        return HTMLResponse(render_docs(app.openapi(), base_url, engine.model_name))
+
+    @app.get("/", include_in_schema=False)
+    async def root() -> RedirectResponse:
+        return RedirectResponse("/docs")
+
+
+def _takes(model: type[Body]) -> dict[str, Any]:
+    """The part of a route's description that names its body; ``read_body`` does the reading."""
+    return {
+        "requestBody": {
+            "required": True,
+            "content": {
+                "application/json": {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}
+            },
+        }
+    }
+
+
+def _describe_bodies(app: FastAPI) -> None:
+    """Add the models that ``_takes`` refers to to the app's OpenAPI description."""
+    describe_routes = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            schemas = describe_routes().setdefault("components", {}).setdefault("schemas", {})
+            for model in (
+                ChatCompletionRequest,
+                CompletionRequest,
+                TokenizeRequest,
+                DetokenizeRequest,
+            ):
+                described = model.model_json_schema(ref_template="#/components/schemas/{model}")
+                schemas.update(described.pop("$defs", {}))
+                schemas[model.__name__] = described
+        assert app.openapi_schema is not None  # FastAPI caches what it described
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]  # the way FastAPI documents

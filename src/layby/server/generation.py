@@ -1,0 +1,280 @@
+"""One generating call: its prompts handed to the engine, its answer whole or as a stream of events.
+
+Whatever ends a call early — an error, a refused prompt, a caller who hangs up — every request it
+has in the engine is aborted before the call is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from fastapi import Request
+from fastapi.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from layby.engine.outputs import CompletionOutput, RequestDelta, RequestOutput
+from layby.errors import InvalidRequestError, LaybyError, QueueFullError
+from layby.sampling_params import SamplingParams
+from layby.server.answers import Answer, usage_of
+from layby.server.errors import error_answer
+from layby.server.http import json_response, to_json, unless_disconnected
+from layby.server.protocol import Usage
+
+if TYPE_CHECKING:
+    from layby.engine import AsyncEngine
+    from layby.engine.async_engine import RequestStream
+
+_CLIENT_CLOSED_REQUEST: Final = 499
+"""The customary status for the log when nobody is left to answer."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a call asks of the engine.
+
+    Attributes:
+        prompts: Text or token ids, each a request of its own.
+        params: Shared by all of them.
+        priority: Class; a smaller number is more urgent.
+        cache_salt: Cached prefixes are shared within the same salt.
+        prompt_param: The caller's name for what became the prompts, used in errors.
+        names_index: Whether errors say which prompt is at fault.
+        stream: Answer with events.
+        include_usage: End the stream with the token counts.
+    """
+
+    prompts: Sequence[str | list[int]]
+    params: SamplingParams
+    priority: int
+    cache_salt: str
+    prompt_param: str
+    names_index: bool
+    stream: bool
+    include_usage: bool
+
+
+async def respond(engine: AsyncEngine, request: Request, call: Call, answer: Answer) -> Response:
+    """Run a call and answer it.
+
+    Raises:
+        LaybyError: The call is refused, or, unless it streams, a request of it failed.
+    """
+    if call.stream:
+        return EventStream(await _submit(engine, call), call, answer)
+    whole = await unless_disconnected(request.receive, _whole(engine, call, answer))
+    if whole is None:
+        return Response(status_code=_CLIENT_CLOSED_REQUEST)
+    return json_response(whole)
+
+
+async def _submit(engine: AsyncEngine, call: Call) -> list[RequestStream]:
+    """Hand in all prompts or, if one is refused, none."""
+    # All at once: the engine takes requests between two steps, so one by one would cost a step
+    # for each.
+    tasks = [
+        asyncio.ensure_future(
+            engine.submit(prompt, call.params, priority=call.priority, cache_salt=call.cache_salt)
+        )
+        for prompt in call.prompts
+    ]
+    try:
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+    except asyncio.CancelledError:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        _close(task.result() for task in tasks if not task.cancelled() and not task.exception())
+        raise
+    streams = [result for result in results if not isinstance(result, BaseException)]
+    for number, result in enumerate(results):
+        if isinstance(result, BaseException):
+            _close(streams)
+            raise _in_callers_words(result, call, number)
+    return streams
+
+
+def _in_callers_words(error: BaseException, call: Call, number: int) -> BaseException:
+    """The error about prompt ``number``, with the names that the call used."""
+    message = f"prompt[{number}]: {error}" if call.names_index else str(error)
+    if isinstance(error, QueueFullError):
+        return QueueFullError(message, retry_after_s=error.retry_after_s)
+    if isinstance(error, InvalidRequestError):
+        param = call.prompt_param if error.param == "prompt" else error.param
+        return InvalidRequestError(message, param=param)
+    # An engine that is dead or draining may raise one error for many calls.
+    return error.with_traceback(None)
+
+
+def _close(streams: Iterable[RequestStream]) -> None:
+    for stream in streams:
+        stream.close()
+
+
+async def _whole(engine: AsyncEngine, call: Call, answer: Answer) -> dict[str, Any]:
+    streams = await _submit(engine, call)
+    try:
+        outputs = [
+            RequestOutput("", None, [], [CompletionOutput(index) for index in range(call.params.n)])
+            for _ in streams
+        ]
+        usage = _UsageCounter()
+        async with aclosing(_merged(streams)) as deltas:
+            async for number, delta in deltas:
+                outputs[number].add(delta)
+                usage.add(number, delta)
+    finally:
+        _close(streams)
+    return answer.whole(outputs, usage.total())
+
+
+class EventStream(Response):
+    """Server-sent events, a chunk for every sample and step, ``[DONE]`` last.
+
+    An error in the middle is an event of its own, after which the stream ends without ``[DONE]``.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, streams: Sequence[RequestStream], call: Call, answer: Answer) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._streams = streams
+        self._call = call
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events until the last one, or until the caller hangs up."""
+        try:
+            await unless_disconnected(receive, self._send_all(send))
+        finally:
+            _close(self._streams)
+
+    async def _send_all(self, send: Send) -> None:
+        await send(
+            {
+                "type": "http.response.start",
+                "status": self.status_code,
+                "headers": self.raw_headers,
+            }
+        )
+        async with aclosing(self._events()) as events:
+            async for event in events:
+                await send(
+                    {"type": "http.response.body", "body": event.encode(), "more_body": True}
+                )
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _events(self) -> AsyncGenerator[str]:
+        usage = _UsageCounter()
+        try:
+            async with aclosing(_merged(self._streams)) as deltas:
+                async for number, delta in deltas:
+                    choices = self._choices(number, delta, is_first=usage.add(number, delta))
+                    if choices:
+                        yield "".join(self._event([choice]) for choice in choices)
+        except Exception as error:
+            if not isinstance(error, LaybyError):
+                logger.exception("unforeseen error in the middle of a stream")
+            yield f"data: {to_json(error_answer(error)[1])}\n\n"
+            return
+        if self._call.include_usage:
+            yield _data({**self._answer.chunk([]), "usage": usage.total()})
+        yield "data: [DONE]\n\n"
+
+    def _choices(
+        self, number: int, delta: RequestDelta, *, is_first: bool
+    ) -> list[Mapping[str, Any]]:
+        """What one delta of prompt ``number`` has to say, sample by sample."""
+        n = self._call.params.n
+        choices: list[Mapping[str, Any]] = []
+        if is_first:
+            openings = (self._answer.opening(number * n + sample, delta) for sample in range(n))
+            choices += [choice for choice in openings if choice is not None]
+        choices += [
+            self._answer.piece(number * n + piece.index, piece)
+            for piece in delta.outputs
+            # Text may be held back; log-probabilities never are, so they stay with their tokens.
+            if piece.text or piece.logprobs or piece.finish_reason is not None
+        ]
+        return choices
+
+    def _event(self, choices: Sequence[Mapping[str, Any]]) -> str:
+        chunk = self._answer.chunk(choices)
+        if self._call.include_usage:
+            chunk["usage"] = None
+        return _data(chunk)
+
+
+def _data(chunk: Mapping[str, Any]) -> str:
+    return f"data: {to_json(chunk)}\n\n"
+
+
+class _UsageCounter:
+    """Counts a call's tokens: each prompt once, every sampled token."""
+
+    def __init__(self) -> None:
+        self._prompt_tokens: dict[int, int] = {}
+        self._completion_tokens = 0
+
+    def add(self, number: int, delta: RequestDelta) -> bool:
+        """Count a delta of prompt ``number``; whether it was that prompt's first."""
+        is_first = number not in self._prompt_tokens
+        self._prompt_tokens[number] = delta.num_prompt_tokens
+        self._completion_tokens += sum(len(piece.token_ids) for piece in delta.outputs)
+        return is_first
+
+    def total(self) -> Usage:
+        """The counts so far."""
+        return usage_of(sum(self._prompt_tokens.values()), self._completion_tokens)
+
+
+async def _merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, RequestDelta]]:
+    """The deltas of all streams as they come, with the number of their stream.
+
+    Raises:
+        LaybyError: A request did not end by itself.
+    """
+    if len(streams) == 1:
+        async for delta in streams[0]:
+            _check(delta)
+            yield 0, delta
+        return
+    arrived: asyncio.Queue[tuple[int, RequestDelta | Exception | None]] = asyncio.Queue()
+
+    async def pump(number: int) -> None:
+        try:
+            async for delta in streams[number]:
+                await arrived.put((number, delta))
+            await arrived.put((number, None))
+        except Exception as error:
+            await arrived.put((number, error))
+
+    pumps = [asyncio.ensure_future(pump(number)) for number in range(len(streams))]
+    try:
+        open_streams = len(streams)
+        while open_streams:
+            number, delta_or_end = await arrived.get()
+            if isinstance(delta_or_end, Exception):
+                raise delta_or_end
+            if delta_or_end is None:
+                open_streams -= 1
+                continue
+            _check(delta_or_end)
+            yield number, delta_or_end
+    finally:
+        for task in pumps:
+            task.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+
+
+def _check(delta: RequestDelta) -> None:
+    if delta.error is not None:
+        # Several calls may hold the same error: without this its traceback would grow with each.
+        raise delta.error.with_traceback(None)

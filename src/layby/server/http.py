@@ -1,0 +1,122 @@
+"""What every endpoint needs from HTTP: JSON bodies, API keys, and noticing that a caller left."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, Final, TypeVar
+
+import pydantic_core
+from fastapi import Request
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from layby.errors import InvalidRequestError
+from layby.server.errors import error_response
+from layby.server.protocol import Body
+
+MAX_BODY_BYTES: Final = 32 * 1024 * 1024
+"""Largest body a call may send: far above any context, far below what hurts."""
+
+OPEN_PATHS: Final = frozenset({"/", "/docs", "/openapi.json", "/health", "/metrics"})
+"""Served without an API key: probes and scrapers have none, and nothing here holds user text."""
+
+B = TypeVar("B", bound=Body)
+T = TypeVar("T")
+
+
+async def read_body(request: Request, model: type[B]) -> B:
+    """Read and check a JSON body.
+
+    Raises:
+        HTTPException: 413 beyond ``MAX_BODY_BYTES``; 415 for a content type that is not JSON.
+        InvalidRequestError: The body is not JSON.
+        pydantic.ValidationError: The JSON does not fit the model.
+    """
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json" and not content_type.endswith("+json"):
+        raise HTTPException(
+            415,
+            "send the body as JSON, with the header 'Content-Type: application/json'",
+        )
+    too_large = HTTPException(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > MAX_BODY_BYTES:
+        raise too_large
+    raw = bytearray()
+    async for chunk in request.stream():
+        raw += chunk
+        if len(raw) > MAX_BODY_BYTES:
+            raise too_large
+    try:
+        # Refuses NaN, lone surrogates, deep nesting and endless numbers, each with a position.
+        data = pydantic_core.from_json(bytes(raw), allow_inf_nan=False)
+    except ValueError as error:
+        raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
+    return model.model_validate(data)
+
+
+def to_json(value: Mapping[str, Any]) -> str:
+    """An answer as JSON. ASCII only: clients that split lines at U+2028 and the like are common."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+
+
+def json_response(value: Mapping[str, Any], status: int = 200) -> Response:
+    """A JSON answer."""
+    return Response(to_json(value), status_code=status, media_type="application/json")
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+    """Run ``work``, but cancel it as soon as the caller hangs up; None says that this happened.
+
+    The body must have been read: ``receive`` then waits for nothing but the disconnect.
+    """
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        for part in (task, watcher):
+            part.cancel()
+        # Cancelled work closes its streams; whoever called goes on only after that.
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class ApiKeyGuard:
+    """ASGI middleware: everything but ``OPEN_PATHS`` asks for one of the keys.
+
+    Plain ASGI rather than Starlette's base class, which hides disconnects from the endpoints.
+    """
+
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._allows(scope):
+            await self._app(scope, receive, send)
+            return
+        refusal = HTTPException(
+            401,
+            "this server asks for an API key: send 'Authorization: Bearer KEY' with a valid one",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+        await error_response(refusal)(scope, receive, send)
+
+    def _allows(self, scope: Scope) -> bool:
+        header: bytes = dict(scope["headers"]).get(b"authorization", b"")
+        scheme, _, given = header.partition(b" ")
+        if scheme.lower() != b"bearer":
+            return False
+        # Every key is compared, in constant time each: timing tells nothing about any of them.
+        matches = [hmac.compare_digest(given.strip(), key) for key in self._keys]
+        return any(matches)

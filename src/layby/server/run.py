@@ -1,0 +1,213 @@
+"""The server process: port, engine, HTTP server, and an orderly end.
+
+The first SIGTERM or SIGINT stops admission (503 from then on) and lets accepted work finish within
+the drain limit; then the process exits with code 0. A second signal ends it at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import uvicorn
+
+from layby.errors import ConfigError
+from layby.server.app import create_app
+from layby.server.docs_page import example_curl
+
+if TYPE_CHECKING:
+    from layby.engine import AsyncEngine, EngineConfig
+
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+_LAST_WORDS_S: Final = 5
+"""After the drain, connections get so long to take the rest of their answers."""
+
+logger = logging.getLogger(__name__)
+
+
+def serve(
+    config: EngineConfig,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    api_key: str | Sequence[str] | None = None,
+    drain_timeout_s: float = 30.0,
+) -> None:
+    """Load the model and serve it until a signal ends the process.
+
+    Args:
+        config: What the engine is made from.
+        host: Address to listen on.
+        port: Port to listen on; 0 takes a free one.
+        api_key: One key or several; None leaves the API open.
+        drain_timeout_s: How long accepted work may go on after the first signal, in seconds.
+
+    Raises:
+        ConfigError: The address cannot be had (known before the model is loaded), or a setting
+            cannot work.
+        ModelError: The model cannot be had.
+    """
+    from layby.engine import AsyncEngine
+
+    serve_engine(
+        lambda: AsyncEngine.from_config(config),
+        host=host,
+        port=port,
+        api_key=api_key,
+        drain_timeout_s=drain_timeout_s,
+    )
+
+
+def serve_engine(
+    build: Callable[[], AsyncEngine],
+    *,
+    host: str,
+    port: int,
+    api_key: str | Sequence[str] | None = None,
+    drain_timeout_s: float = 30.0,
+) -> None:
+    """The same for an engine that ``build`` makes once the port is ours."""
+    sock = bind(host, port)
+    try:
+        with _signals_exit():
+            engine = build()
+            app = create_app(engine, api_key=api_key)
+        config = uvicorn.Config(
+            app,
+            http="auto",
+            loop="auto",
+            lifespan="off",
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=_LAST_WORDS_S,
+        )
+        server = _Server(config, _welcome(engine, _base_url(sock, host), api_key is not None))
+        with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+            runner.run(_run(engine, server, sock, drain_timeout_s))
+    finally:
+        sock.close()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that owns the address but does not listen yet: callers wait for nothing unready.
+
+    Raises:
+        ConfigError: The address is taken, not this machine's or not allowed.
+    """
+    if not 0 <= port <= 65535:  # the look-up below would cut off the upper bits
+        raise ConfigError(f"cannot listen on {host}:{port}: ports go from 0 to 65535")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error}") from error
+    sock = socket.socket(family, kind, protocol)
+    try:
+        # A restart need not wait for the last connections of the process before it.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror}; choose another --port or --host"
+        ) from error
+    return sock
+
+
+async def _run(
+    engine: AsyncEngine, server: _Server, sock: socket.socket, drain_timeout_s: float
+) -> None:
+    loop = asyncio.get_running_loop()
+    drains: list[asyncio.Task[None]] = []
+
+    async def drain() -> None:
+        try:
+            await engine.shutdown(drain_timeout_s)
+        finally:
+            server.should_exit = True
+
+    def on_signal(number: int) -> None:
+        if drains:
+            os._exit(128 + number)  # asked twice: no more waiting, not even for threads
+        engine.begin_drain()  # now, not when the task gets its turn
+        print(
+            f"shutting down: finishing accepted requests within {drain_timeout_s:g} s "
+            "(a second signal exits at once)",
+            file=sys.stderr,
+            flush=True,
+        )
+        drains.append(loop.create_task(drain()))
+
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        await engine.start()
+        await server.serve(sockets=[sock])
+    except OSError as error:  # another process listened on the address while the model loaded
+        raise ConfigError(f"cannot listen: {error.strerror or error}") from error
+    finally:
+        if drains:
+            await drains[0]
+        else:
+            await engine.shutdown(0.0)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, with the signals left to us and a welcome once it listens."""
+
+    def __init__(self, config: uvicorn.Config, welcome: str) -> None:
+        super().__init__(config)
+        self._welcome = welcome
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Do nothing: uvicorn would drop connections before their answers are complete."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, then say so."""
+        await super().startup(sockets)
+        print(self._welcome, flush=True)
+
+
+def _welcome(engine: AsyncEngine, base_url: str, needs_key: bool) -> str:
+    path = "/v1/completions" if engine.chat_template is None else "/v1/chat/completions"
+    curl = example_curl(base_url, path, engine.model_name, needs_key=needs_key)
+    return (
+        f"\nLayby serves {engine.model_name} at {base_url}/v1\n"
+        f"Documentation: {base_url}/docs\n\nTry it:\n\n{curl}\n"
+    )
+
+
+def _base_url(sock: socket.socket, host: str) -> str:
+    """How to reach the socket from this machine."""
+    port = sock.getsockname()[1]
+    if host in ("", "0.0.0.0", "::"):
+        host = "127.0.0.1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+@contextlib.contextmanager
+def _signals_exit() -> Iterator[None]:
+    """While the model loads, a signal ends the process: nothing was accepted yet.
+
+    Said explicitly, because the first process of a container has no default reaction to signals.
+    """
+
+    def leave(_number: int, _frame: Any) -> None:
+        raise SystemExit(0)
+
+    before = {number: signal.signal(number, leave) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
