@@ -1,0 +1,30 @@
+// Row by row work between the matrix products. See elementwise_kernels.cpp.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "dispatch.h"
+
+namespace layby {
+
+// Each function handles rows [begin, end). Rows of all matrices are contiguous and close together.
+struct ElementwiseKernels {
+  // q = round(x / scale) with scale = max |x| / 127, for x [rows, width].
+  void (*quantise_rows)(const float* x, std::int8_t* q, float* scale, std::size_t width,
+                        std::size_t begin, std::size_t end);
+  // residual += delta (unless null); y = residual / rms(residual) * weight. y goes to `out`, or
+  // quantised to `q` and `scale`, whichever is not null.
+  void (*add_rms_norm)(float* residual, const float* delta, const float* weight, float eps,
+                       float* out, std::int8_t* q, float* scale, std::size_t width,
+                       std::size_t begin, std::size_t end);
+  // y = silu(gate) * up for gate_up [rows, 2 * width], gates first; then as above.
+  // Overwrites gate_up.
+  void (*silu_mul)(float* gate_up, float* out, std::int8_t* q, float* scale,
+                   std::size_t width, std::size_t begin, std::size_t end);
+  void (*exp)(const float* x, float* out, std::size_t count);
+};
+
+LAYBY_DISPATCH(ElementwiseKernels, elementwise_kernels)
+
+}  // namespace layby
