@@ -27,4 +27,12 @@ struct ElementwiseKernels {
 
 LAYBY_DISPATCH(ElementwiseKernels, elementwise_kernels)
 
+// The same for all rows of contiguous matrices, on all threads.
+void quantise_rows(const float* x, std::int8_t* q, float* scale, std::size_t rows,
+                   std::size_t width);
+void add_rms_norm(float* residual, const float* delta, const float* weight, float eps, float* out,
+                  std::int8_t* q, float* scale, std::size_t rows, std::size_t width);
+void silu_mul(float* gate_up, float* out, std::int8_t* q, float* scale, std::size_t rows,
+              std::size_t width);
+
 }  // namespace layby

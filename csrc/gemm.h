@@ -21,7 +21,6 @@ constexpr std::size_t kPanel = 32;
 inline std::size_t groups_of(std::size_t count, std::size_t size) {
   return (count + size - 1) / size;
 }
-inline std::size_t int8_panel_bytes(std::size_t k) { return groups_of(k, 4) * kPanel * 4; }
 
 // One int8 product: out[m, n] = (sum over k of x[m, k] * w[n, k]) * x_scale[m] * w_scale[n] + bias[n].
 struct Int8Product {
@@ -35,12 +34,14 @@ struct Int8Product {
   std::size_t n, k_groups, ldx, ldo;
 };
 
-// One product in floating point, out = x * w^T + bias, summed in float32.
+// One product of floating-point weights: out[m, n] = (sum over k of x[m, k] * w[n, k]) + bias[n],
+// summed in float32 in rising k. X is float, or std::uint16_t for bfloat16.
+template <class X>
 struct FloatProduct {
-  const float* x;      // [M, ldx]; for bf16 weights K is even, or x is zero one place beyond
-  const void* w;       // packed
-  const float* bias;   // [N] or null
-  float* out;          // [M, ldo]
+  const X* x;         // [M, ldx], zero from K up to the next whole group
+  const X* w;         // packed
+  const float* bias;  // [N] or null
+  float* out;         // [M, ldo]
   std::size_t n, k_groups, ldx, ldo;
 };
 
@@ -50,18 +51,32 @@ struct GemmKernels {
   // Rows [row, row_end) times panels [panel, panel_end).
   void (*int8_product)(const Int8Product& product, std::size_t row, std::size_t row_end,
                        std::size_t panel, std::size_t panel_end);
+  void (*bf16_product)(const FloatProduct<std::uint16_t>& product, std::size_t row,
+                       std::size_t row_end, std::size_t panel, std::size_t panel_end);
+  void (*f32_product)(const FloatProduct<float>& product, std::size_t row, std::size_t row_end,
+                      std::size_t panel, std::size_t panel_end);
 };
 
 LAYBY_DISPATCH(GemmKernels, gemm_kernels)
 
-std::size_t packed_int8_bytes(std::size_t n, std::size_t k);
+// Sizes of packed weights: bytes, and numbers.
+std::size_t packed_int8_size(std::size_t n, std::size_t k);
+std::size_t packed_bf16_size(std::size_t n, std::size_t k);
+std::size_t packed_f32_size(std::size_t n, std::size_t k);
 
 // w [n, k] -> packed weights and scale [n], symmetric, one scale per output channel.
 void quantise_weight(const float* w, std::uint8_t* packed, float* scale, std::size_t n,
                      std::size_t k);
+void pack_bf16(const std::uint16_t* w, std::uint16_t* packed, std::size_t n, std::size_t k);
+void pack_f32(const float* w, float* packed, std::size_t n, std::size_t k);
 
-void linear_int8(const std::int8_t* x, std::size_t ldx, const float* x_scale,
-                 const std::uint8_t* w, const float* w_scale, const float* bias, float* out,
-                 std::size_t ldo, std::size_t m, std::size_t n, std::size_t k);
+// All matrices are contiguous: x [m, k], out [m, n]. linear_bf16 rounds x to bfloat16.
+void linear_int8(const std::int8_t* x, const float* x_scale, const std::uint8_t* w,
+                 const float* w_scale, const float* bias, float* out, std::size_t m,
+                 std::size_t n, std::size_t k);
+void linear_bf16(const float* x, const std::uint16_t* w, const float* bias, float* out,
+                 std::size_t m, std::size_t n, std::size_t k);
+void linear_f32(const float* x, const float* w, const float* bias, float* out, std::size_t m,
+                std::size_t n, std::size_t k);
 
 }  // namespace layby

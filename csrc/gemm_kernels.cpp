@@ -119,45 +119,165 @@ void int8_tile(const std::int8_t* x, std::size_t ldx, const std::int32_t* x_sum,
 
 #endif
 
-// Hands `rows` (at most kMaxRows) to the tile of that height.
-template <int Rows = kMaxRows>
-LAYBY_INLINE void int8_rows(int rows, const Int8Product& p, std::size_t row, const std::uint8_t* w,
-                            std::int32_t* sums) {
-  if constexpr (Rows > 1) {
-    if (rows != Rows) return int8_rows<Rows - 1>(rows, p, row, w, sums);
+// 16 pairs of bfloat16 numbers: two steps of k for 16 channels.
+#if defined(__AVX512BF16__)
+
+struct Bf16Pairs {
+  __m512bh v;
+};
+LAYBY_INLINE Bf16Pairs load_pairs(const std::uint16_t* p) {
+  return {reinterpret_cast<__m512bh>(_mm512_loadu_si512(p))};
+}
+LAYBY_INLINE Bf16Pairs broadcast_pair(const std::uint16_t* p) {
+  std::int32_t pair;
+  std::memcpy(&pair, p, sizeof pair);
+  return {reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair))};
+}
+LAYBY_INLINE F16 add_products(F16 sum, Bf16Pairs a, Bf16Pairs b) {
+  return {_mm512_dpbf16_ps(sum.v, a.v, b.v)};
+}
+
+#else
+
+struct Bf16Pairs {
+  F16 first, second;
+};
+LAYBY_INLINE Bf16Pairs load_pairs(const std::uint16_t* p) {
+  return {load_bf16_firsts(p), load_bf16_seconds(p)};
+}
+LAYBY_INLINE float widen(std::uint16_t bf16) {
+  const std::uint32_t bits = std::uint32_t{bf16} << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+LAYBY_INLINE Bf16Pairs broadcast_pair(const std::uint16_t* p) {
+  return {broadcast(widen(p[0])), broadcast(widen(p[1]))};
+}
+LAYBY_INLINE F16 add_products(F16 sum, const Bf16Pairs& a, const Bf16Pairs& b) {
+  return fused(a.second, b.second, fused(a.first, b.first, sum));
+}
+
+#endif
+
+// The smaller the type of the weights, the more of them a group holds: see gemm.h.
+struct Int8 {
+  using Product = Int8Product;
+  using Sum = std::int32_t;
+  static constexpr std::size_t kGroup = 4;
+
+  template <int Rows>
+  static void tile(const Product& p, std::size_t row, const std::uint8_t* w, Sum* sums) {
+    int8_tile<Rows>(p.x + row * p.ldx, p.ldx, p.x_sum + row, w, p.k_groups, sums);
   }
-  int8_tile<Rows>(p.x + row * p.ldx, p.ldx, p.x_sum + row, w, p.k_groups, sums);
+  template <class Lanes>
+  static F16 finish(const Product& p, std::size_t row, std::size_t column, F16 sums, Lanes lanes) {
+    return sums * (broadcast(p.x_scale[row]) * load(p.w_scale + column, lanes));
+  }
+};
+
+struct F32 {
+  using Product = FloatProduct<float>;
+  using Sum = float;
+  static constexpr std::size_t kGroup = 1;
+
+  template <int Rows>
+  static void tile(const Product& p, std::size_t row, const float* w, Sum* sums) {
+    const float* x = p.x + row * p.ldx;
+    F16 left[Rows], right[Rows];
+#pragma GCC unroll 16
+    for (int r = 0; r < Rows; ++r) left[r] = right[r] = broadcast(0.0f);
+    for (std::size_t k = 0; k < p.k_groups; ++k) {
+      const F16 w_left = load(w + k * kPanel), w_right = load(w + k * kPanel + 16);
+#pragma GCC unroll 16
+      for (int r = 0; r < Rows; ++r) {
+        const F16 value = broadcast(x[r * p.ldx + k]);
+        left[r] = fused(value, w_left, left[r]);
+        right[r] = fused(value, w_right, right[r]);
+      }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < Rows; ++r) {
+      store(sums + r * kPanel, left[r]);
+      store(sums + r * kPanel + 16, right[r]);
+    }
+  }
+  template <class Lanes>
+  static F16 finish(const Product&, std::size_t, std::size_t, F16 sums, Lanes) {
+    return sums;
+  }
+};
+
+struct Bf16 {
+  using Product = FloatProduct<std::uint16_t>;
+  using Sum = float;
+  static constexpr std::size_t kGroup = 2;
+
+  template <int Rows>
+  static void tile(const Product& p, std::size_t row, const std::uint16_t* w, Sum* sums) {
+    const std::uint16_t* x = p.x + row * p.ldx;
+    F16 left[Rows], right[Rows];
+#pragma GCC unroll 16
+    for (int r = 0; r < Rows; ++r) left[r] = right[r] = broadcast(0.0f);
+    for (std::size_t g = 0; g < p.k_groups; ++g) {
+      const Bf16Pairs w_left = load_pairs(w + g * 2 * kPanel);
+      const Bf16Pairs w_right = load_pairs(w + g * 2 * kPanel + kPanel);
+#pragma GCC unroll 16
+      for (int r = 0; r < Rows; ++r) {
+        const Bf16Pairs pair = broadcast_pair(x + r * p.ldx + g * 2);
+        left[r] = add_products(left[r], w_left, pair);
+        right[r] = add_products(right[r], w_right, pair);
+      }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < Rows; ++r) {
+      store(sums + r * kPanel, left[r]);
+      store(sums + r * kPanel + 16, right[r]);
+    }
+  }
+  template <class Lanes>
+  static F16 finish(const Product&, std::size_t, std::size_t, F16 sums, Lanes) {
+    return sums;
+  }
+};
+
+// Hands `rows` (at most kMaxRows) to the tile of that height.
+template <class Kind, int Rows = kMaxRows, class W>
+LAYBY_INLINE void tile_of_height(std::size_t rows, const typename Kind::Product& p,
+                                 std::size_t row, const W* w, typename Kind::Sum* sums) {
+  if constexpr (Rows > 1) {
+    if (rows != Rows) return tile_of_height<Kind, Rows - 1>(rows, p, row, w, sums);
+  }
+  Kind::template tile<Rows>(p, row, w, sums);
 }
 
-// Scales sums of one row to its place in the result.
-template <class Lanes>
-LAYBY_INLINE void finish(const Int8Product& p, std::size_t row, std::size_t column,
-                         const std::int32_t* sums, Lanes lanes) {
-  F16 y = load(sums) * (broadcast(p.x_scale[row]) * load(p.w_scale + column, lanes));
-  if (p.bias != nullptr) y = y + load(p.bias + column, lanes);
-  store(p.out + row * p.ldo + column, y, lanes);
-}
-
-void int8_product(const Int8Product& p, std::size_t row_begin, std::size_t row_end,
-                  std::size_t panel_begin, std::size_t panel_end) {
-  alignas(64) std::int32_t sums[kMaxRows * kPanel];
+template <class Kind>
+void product(const typename Kind::Product& p, std::size_t row_begin, std::size_t row_end,
+             std::size_t panel_begin, std::size_t panel_end) {
+  alignas(64) typename Kind::Sum sums[kMaxRows * kPanel];
   const std::size_t rows = row_end - row_begin;
-  const std::size_t tiles = (rows + kMaxRows - 1) / kMaxRows;
+  const std::size_t tiles = groups_of(rows, kMaxRows);
+
+  const auto put = [&](std::size_t row, std::size_t column, const auto* from, auto lanes) {
+    F16 y = Kind::finish(p, row, column, load(from), lanes);
+    if (p.bias != nullptr) y = y + load(p.bias + column, lanes);
+    store(p.out + row * p.ldo + column, y, lanes);
+  };
   for (std::size_t panel = panel_begin; panel < panel_end; ++panel) {
-    const std::uint8_t* w = p.w + panel * p.k_groups * kPanel * 4;
+    const auto* w = p.w + panel * p.k_groups * kPanel * Kind::kGroup;
     for (std::size_t tile = 0; tile < tiles; ++tile) {
       // Tiles of equal height, as near as can be: a low one would leave the multiplier waiting.
       const std::size_t row = row_begin + tile * rows / tiles;
       const std::size_t end = row_begin + (tile + 1) * rows / tiles;
-      int8_rows(static_cast<int>(end - row), p, row, w, sums);
+      tile_of_height<Kind>(end - row, p, row, w, sums);
       for (std::size_t r = row; r < end; ++r) {
         for (std::size_t c = 0; c < kPanel; c += 16) {
           const std::size_t column = panel * kPanel + c;
-          const std::int32_t* from = sums + (r - row) * kPanel + c;
+          const auto* from = sums + (r - row) * kPanel + c;
           if (column + 16 <= p.n) {
-            finish(p, r, column, from, AllLanes{});
+            put(r, column, from, AllLanes{});
           } else if (column < p.n) {
-            finish(p, r, column, from, FirstLanes{static_cast<unsigned>(p.n - column)});
+            put(r, column, from, FirstLanes{static_cast<unsigned>(p.n - column)});
           }
         }
       }
@@ -176,6 +296,6 @@ void row_sums(const std::int8_t* x, std::size_t ldx, std::size_t rows, std::size
 
 }  // namespace
 
-const GemmKernels gemm_kernels = {row_sums, int8_product};
+const GemmKernels gemm_kernels = {row_sums, product<Int8>, product<Bf16>, product<F32>};
 
 }  // namespace layby::LAYBY_ISA

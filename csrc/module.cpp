@@ -26,8 +26,29 @@ using Out = nb::ndarray<T, Shape, nb::c_contig, nb::device::cpu>;
 using Vector = nb::ndim<1>;
 using Matrix = nb::ndim<2>;
 
-void require(bool condition, const char* message) {
+// An argument that is passed on as it is: a converted copy would cost time, and lose what is written.
+auto array(const char* name) { return nb::arg(name).noconvert(); }
+
+void require(bool condition, const std::string& message) {
   if (!condition) throw std::invalid_argument(message);
+}
+
+void require_size(const char* name, std::size_t size, std::size_t expected) {
+  require(size == expected, std::string(name) + " has length " + std::to_string(size) + ", not " +
+                                std::to_string(expected));
+}
+
+template <class Array>
+void require_shape(const char* name, const Array& given, std::size_t rows, std::size_t columns) {
+  require(given.shape(0) == rows && given.shape(1) == columns,
+          std::string(name) + " has shape [" + std::to_string(given.shape(0)) + ", " +
+              std::to_string(given.shape(1)) + "], not [" + std::to_string(rows) + ", " +
+              std::to_string(columns) + "]");
+}
+
+template <class Array>
+auto data_of(const std::optional<Array>& given) {
+  return given ? given->data() : nullptr;
 }
 
 void bind_machine(nb::module_& m) {
@@ -54,28 +75,136 @@ void bind_machine(nb::module_& m) {
 }
 
 void bind_gemm(nb::module_& m) {
-  m.def("packed_int8_bytes", &packed_int8_bytes, "n"_a, "k"_a);
+  m.def("packed_int8_size", &packed_int8_size, "n"_a, "k"_a);
+  m.def("packed_bf16_size", &packed_bf16_size, "n"_a, "k"_a);
+  m.def("packed_f32_size", &packed_f32_size, "n"_a, "k"_a);
   m.def("quantise_weight",
         [](In<float, Matrix> w, Out<std::uint8_t, Vector> packed, Out<float, Vector> scale) {
           const std::size_t n = w.shape(0), k = w.shape(1);
-          require(packed.shape(0) == packed_int8_bytes(n, k), "packed has the wrong size");
-          require(scale.shape(0) == n, "scale needs one number per row of w");
+          require_size("packed", packed.shape(0), packed_int8_size(n, k));
+          require_size("scale", scale.shape(0), n);
           nb::gil_scoped_release release;
           quantise_weight(w.data(), packed.data(), scale.data(), n, k);
-        }, "w"_a, "packed"_a, "scale"_a);
+        },
+        array("w"), array("packed"), array("scale"));
+  m.def("pack_bf16",
+        [](In<std::uint16_t, Matrix> w, Out<std::uint16_t, Vector> packed) {
+          const std::size_t n = w.shape(0), k = w.shape(1);
+          require_size("packed", packed.shape(0), packed_bf16_size(n, k));
+          nb::gil_scoped_release release;
+          pack_bf16(w.data(), packed.data(), n, k);
+        },
+        array("w"), array("packed"));
+  m.def("pack_f32",
+        [](In<float, Matrix> w, Out<float, Vector> packed) {
+          const std::size_t n = w.shape(0), k = w.shape(1);
+          require_size("packed", packed.shape(0), packed_f32_size(n, k));
+          nb::gil_scoped_release release;
+          pack_f32(w.data(), packed.data(), n, k);
+        },
+        array("w"), array("packed"));
   m.def("linear_int8",
         [](In<std::int8_t, Matrix> x, In<float, Vector> x_scale, In<std::uint8_t, Vector> w,
            In<float, Vector> w_scale, std::optional<In<float, Vector>> bias,
            Out<float, Matrix> out) {
           const std::size_t rows = x.shape(0), k = x.shape(1), n = w_scale.shape(0);
-          require(w.shape(0) == packed_int8_bytes(n, k), "the packed weight is not [n, k]");
-          require(x_scale.shape(0) == rows, "x_scale needs one number per row of x");
-          require(!bias || bias->shape(0) == n, "bias needs one number per output channel");
-          require(out.shape(0) == rows && out.shape(1) == n, "out must be [rows of x, n]");
+          // 127 * 127 * k must fit the 32-bit sum.
+          require(k <= 131072, "x has " + std::to_string(k) + " columns, more than 131072");
+          require_size("w", w.shape(0), packed_int8_size(n, k));
+          require_size("x_scale", x_scale.shape(0), rows);
+          if (bias) require_size("bias", bias->shape(0), n);
+          require_shape("out", out, rows, n);
           nb::gil_scoped_release release;
-          linear_int8(x.data(), k, x_scale.data(), w.data(), w_scale.data(),
-                      bias ? bias->data() : nullptr, out.data(), n, rows, n, k);
-        }, "x"_a, "x_scale"_a, "w"_a, "w_scale"_a, "bias"_a.none(), "out"_a);
+          linear_int8(x.data(), x_scale.data(), w.data(), w_scale.data(), data_of(bias),
+                      out.data(), rows, n, k);
+        },
+        array("x"), array("x_scale"), array("w"), array("w_scale"), array("bias").none(), array("out"));
+  m.def("linear_bf16",
+        [](In<float, Matrix> x, In<std::uint16_t, Vector> w, std::optional<In<float, Vector>> bias,
+           Out<float, Matrix> out) {
+          const std::size_t rows = x.shape(0), k = x.shape(1), n = out.shape(1);
+          require_size("w", w.shape(0), packed_bf16_size(n, k));
+          if (bias) require_size("bias", bias->shape(0), n);
+          require_shape("out", out, rows, n);
+          nb::gil_scoped_release release;
+          linear_bf16(x.data(), w.data(), data_of(bias), out.data(), rows, n, k);
+        },
+        array("x"), array("w"), array("bias").none(), array("out"));
+  m.def("linear_f32",
+        [](In<float, Matrix> x, In<float, Vector> w, std::optional<In<float, Vector>> bias,
+           Out<float, Matrix> out) {
+          const std::size_t rows = x.shape(0), k = x.shape(1), n = out.shape(1);
+          require_size("w", w.shape(0), packed_f32_size(n, k));
+          if (bias) require_size("bias", bias->shape(0), n);
+          require_shape("out", out, rows, n);
+          nb::gil_scoped_release release;
+          linear_f32(x.data(), w.data(), data_of(bias), out.data(), rows, n, k);
+        },
+        array("x"), array("w"), array("bias").none(), array("out"));
+}
+
+void bind_elementwise(nb::module_& m) {
+  m.def("quantise_rows",
+        [](In<float, Matrix> x, Out<std::int8_t, Matrix> q, Out<float, Vector> scale) {
+          const std::size_t rows = x.shape(0), width = x.shape(1);
+          require_shape("q", q, rows, width);
+          require_size("scale", scale.shape(0), rows);
+          nb::gil_scoped_release release;
+          quantise_rows(x.data(), q.data(), scale.data(), rows, width);
+        },
+        array("x"), array("q"), array("scale"));
+  m.def("add_rms_norm",
+        [](Out<float, Matrix> residual, std::optional<In<float, Matrix>> delta,
+           In<float, Vector> weight, float eps, Out<float, Matrix> out) {
+          const std::size_t rows = residual.shape(0), width = residual.shape(1);
+          if (delta) require_shape("delta", *delta, rows, width);
+          require_size("weight", weight.shape(0), width);
+          require_shape("out", out, rows, width);
+          nb::gil_scoped_release release;
+          add_rms_norm(residual.data(), data_of(delta), weight.data(), eps, out.data(), nullptr,
+                       nullptr, rows, width);
+        },
+        array("residual"), array("delta").none(), array("weight"), "eps"_a, array("out"));
+  m.def("add_rms_norm_quant",
+        [](Out<float, Matrix> residual, std::optional<In<float, Matrix>> delta,
+           In<float, Vector> weight, float eps, Out<std::int8_t, Matrix> q,
+           Out<float, Vector> scale) {
+          const std::size_t rows = residual.shape(0), width = residual.shape(1);
+          if (delta) require_shape("delta", *delta, rows, width);
+          require_size("weight", weight.shape(0), width);
+          require_shape("q", q, rows, width);
+          require_size("scale", scale.shape(0), rows);
+          nb::gil_scoped_release release;
+          add_rms_norm(residual.data(), data_of(delta), weight.data(), eps, nullptr, q.data(),
+                       scale.data(), rows, width);
+        },
+        array("residual"), array("delta").none(), array("weight"), "eps"_a, array("q"), array("scale"));
+  m.def("silu_mul",
+        [](Out<float, Matrix> gate_up, Out<float, Matrix> out) {
+          const std::size_t rows = gate_up.shape(0), width = gate_up.shape(1) / 2;
+          require_shape("gate_up", gate_up, rows, 2 * width);
+          require_shape("out", out, rows, width);
+          nb::gil_scoped_release release;
+          silu_mul(gate_up.data(), out.data(), nullptr, nullptr, rows, width);
+        },
+        array("gate_up"), array("out"));
+  m.def("silu_mul_quant",
+        [](Out<float, Matrix> gate_up, Out<std::int8_t, Matrix> q, Out<float, Vector> scale) {
+          const std::size_t rows = gate_up.shape(0), width = gate_up.shape(1) / 2;
+          require_shape("gate_up", gate_up, rows, 2 * width);
+          require_shape("q", q, rows, width);
+          require_size("scale", scale.shape(0), rows);
+          nb::gil_scoped_release release;
+          silu_mul(gate_up.data(), nullptr, q.data(), scale.data(), rows, width);
+        },
+        array("gate_up"), array("q"), array("scale"));
+  m.def("exp",
+        [](In<float, Vector> x, Out<float, Vector> out) {
+          require_size("out", out.shape(0), x.shape(0));
+          nb::gil_scoped_release release;
+          elementwise_kernels().exp(x.data(), out.data(), x.shape(0));
+        },
+        array("x"), array("out"));
 }
 
 }  // namespace
@@ -84,5 +213,6 @@ void bind_gemm(nb::module_& m) {
 NB_MODULE(_kernels, m) {
   layby::bind_machine(m);
   layby::bind_gemm(m);
+  layby::bind_elementwise(m);
   nb::module_::import_("atexit").attr("register")(m.attr("shut_down_threads"));
 }

@@ -40,6 +40,14 @@ LAYBY_INLINE F16 load(const float* p, FirstLanes n) { return {_mm512_maskz_loadu
 LAYBY_INLINE F16 load(const std::int32_t* p) {
   return {_mm512_cvtepi32_ps(_mm512_loadu_si512(p))};
 }
+// Of 16 pairs of bfloat16, the first and the second numbers.
+LAYBY_INLINE F16 load_bf16_firsts(const std::uint16_t* p) {
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16))};
+}
+LAYBY_INLINE F16 load_bf16_seconds(const std::uint16_t* p) {
+  const __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+  return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), high))};
+}
 LAYBY_INLINE void store(float* p, F16 a, AllLanes = {}) { _mm512_storeu_ps(p, a.v); }
 LAYBY_INLINE void store(float* p, F16 a, FirstLanes n) { _mm512_mask_storeu_ps(p, mask_of(n), a.v); }
 LAYBY_INLINE F16 broadcast(float a) { return {_mm512_set1_ps(a)}; }
@@ -92,6 +100,17 @@ LAYBY_INLINE F16 load(const float* p, FirstLanes n) {
 LAYBY_INLINE F16 load(const std::int32_t* p) {
   const auto* q = reinterpret_cast<const __m256i*>(p);
   return {_mm256_cvtepi32_ps(_mm256_loadu_si256(q)), _mm256_cvtepi32_ps(_mm256_loadu_si256(q + 1))};
+}
+LAYBY_INLINE F16 load_bf16_firsts(const std::uint16_t* p) {
+  const auto* q = reinterpret_cast<const __m256i*>(p);
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(q), 16)),
+          _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(q + 1), 16))};
+}
+LAYBY_INLINE F16 load_bf16_seconds(const std::uint16_t* p) {
+  const auto* q = reinterpret_cast<const __m256i*>(p);
+  const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
+  return {_mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256(q), high)),
+          _mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256(q + 1), high))};
 }
 LAYBY_INLINE void store(float* p, F16 a, AllLanes = {}) {
   _mm256_storeu_ps(p, a.lo);
@@ -178,6 +197,20 @@ LAYBY_INLINE F16 load(const float* p, FirstLanes n) {
 }
 LAYBY_INLINE F16 load(const std::int32_t* p) {
   return each_lane([&](int i) { return static_cast<float>(p[i]); });
+}
+LAYBY_INLINE F16 load_bf16_firsts(const std::uint16_t* p) {
+  std::uint32_t bits[16];
+  for (int i = 0; i < 16; ++i) bits[i] = std::uint32_t{p[2 * i]} << 16;
+  F16 result;
+  std::memcpy(result.v, bits, sizeof bits);
+  return result;
+}
+LAYBY_INLINE F16 load_bf16_seconds(const std::uint16_t* p) {
+  std::uint32_t bits[16];
+  for (int i = 0; i < 16; ++i) bits[i] = std::uint32_t{p[2 * i + 1]} << 16;
+  F16 result;
+  std::memcpy(result.v, bits, sizeof bits);
+  return result;
 }
 LAYBY_INLINE void store(float* p, const F16& a, AllLanes = {}) {
   for (int i = 0; i < 16; ++i) p[i] = a.v[i];

@@ -1,0 +1,201 @@
+"""The compiled CPU kernels, if this installation has them.
+
+They work on NumPy arrays that the caller owns, contiguous, and release the GIL; a torch CPU tensor
+takes part as ``tensor.numpy()``, which shares its memory. An array of another shape or type is
+refused with a ``ValueError`` or ``TypeError``.
+
+Every kernel is row-exact: a row's result has the same bits whatever other rows share the call and
+however many threads work on it. Those on int8 weights, the norms and the activations give the same
+bits on every instruction set too.
+
+``M`` is the number of rows (tokens), ``K`` the numbers in each, ``N`` the output channels.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+try:
+    from layby import _kernels
+except ImportError as error:
+    _missing: str | None = str(error)
+else:
+    _missing = None
+
+__all__ = [
+    "Bfloat16Weight",
+    "Float32Weight",
+    "Int8Weight",
+    "add_rms_norm",
+    "add_rms_norm_quant",
+    "available",
+    "available_isas",
+    "features",
+    "isa",
+    "num_threads",
+    "quantise_rows",
+    "set_isa",
+    "set_num_threads",
+    "silu_mul",
+    "silu_mul_quant",
+]
+
+F32 = NDArray[np.float32]
+I8 = NDArray[np.int8]
+
+_log = logging.getLogger(__name__)
+_said_missing = False
+
+
+def available() -> bool:
+    """Whether the kernels can be used here. The first "no" is logged with its reason."""
+    global _said_missing
+    if _missing is not None and not _said_missing:
+        _said_missing = True
+        _log.warning(
+            "the compiled kernels are missing (%s): slower ones do the work; to build them, install "
+            "Layby again where a C++ compiler is found",
+            _missing,
+        )
+    return _missing is None
+
+
+def features() -> frozenset[str]:
+    """Of the processor's abilities, those that kernels ask for, by the compiler's names."""
+    return frozenset(_kernels.cpu_features()) if _missing is None else frozenset()
+
+
+def available_isas() -> list[str]:
+    """Instruction sets that this processor runs kernels for, the best one last."""
+    return _kernels.available_isas()
+
+
+def isa() -> str:
+    """The instruction set in use."""
+    return _kernels.isa()
+
+
+def set_isa(name: str) -> None:
+    """Use one of ``available_isas`` instead of the best. For tests and measurements.
+
+    Raises:
+        ValueError: This processor does not have it.
+    """
+    _kernels.set_isa(name)
+
+
+def num_threads() -> int:
+    """Threads that kernels use, the calling one among them; at first, the cores we may run on."""
+    return _kernels.num_threads()
+
+
+def set_num_threads(count: int) -> None:
+    """Use ``count`` threads from now on."""
+    _kernels.set_num_threads(count)
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Weight:
+    """A matrix ``[N, K]`` as int8 with one scale per output channel, laid out for the kernels.
+
+    The layout is the same on every machine, so the two arrays can be kept in a file and mapped.
+
+    Attributes:
+        packed: uint8, in the order that ``csrc/gemm.h`` draws.
+        scale: ``[N]`` float32.
+        size_in: K.
+    """
+
+    packed: NDArray[np.uint8]
+    scale: F32
+    size_in: int
+
+    @classmethod
+    def quantise(cls, weight: F32) -> Int8Weight:
+        """Round ``weight [N, K]`` so that each channel's largest number becomes 127."""
+        n, k = weight.shape
+        packed = np.empty(_kernels.packed_int8_size(n, k), np.uint8)
+        scale = np.empty(n, np.float32)
+        _kernels.quantise_weight(weight, packed, scale)
+        return cls(packed, scale, k)
+
+    def linear(self, x: I8, x_scale: F32, bias: F32 | None, out: F32) -> None:
+        """``out [M, N] = (x [M, K] * x_scale [M]) @ weight.T + bias [N]``; sums are exact."""
+        _kernels.linear_int8(x, x_scale, self.packed, self.scale, bias, out)
+
+
+@dataclass(frozen=True, slots=True)
+class Bfloat16Weight:
+    """A bfloat16 matrix ``[N, K]``, laid out for the kernels.
+
+    Attributes:
+        packed: The numbers' bits as uint16, in the order that ``csrc/gemm.h`` draws.
+    """
+
+    packed: NDArray[np.uint16]
+
+    @classmethod
+    def pack(cls, bits: NDArray[np.uint16]) -> Bfloat16Weight:
+        """Take ``bits [N, K]``, as from ``tensor.view(torch.uint16).numpy()``."""
+        packed = np.empty(_kernels.packed_bf16_size(*bits.shape), np.uint16)
+        _kernels.pack_bf16(bits, packed)
+        return cls(packed)
+
+    def linear(self, x: F32, bias: F32 | None, out: F32) -> None:
+        """``out [M, N] = bfloat16(x [M, K]) @ weight.T + bias [N]``, summed in float32."""
+        _kernels.linear_bf16(x, self.packed, bias, out)
+
+
+@dataclass(frozen=True, slots=True)
+class Float32Weight:
+    """A float32 matrix ``[N, K]``, laid out for the kernels (``csrc/gemm.h``)."""
+
+    packed: F32
+
+    @classmethod
+    def pack(cls, weight: F32) -> Float32Weight:
+        """Take ``weight [N, K]``."""
+        packed = np.empty(_kernels.packed_f32_size(*weight.shape), np.float32)
+        _kernels.pack_f32(weight, packed)
+        return cls(packed)
+
+    def linear(self, x: F32, bias: F32 | None, out: F32) -> None:
+        """``out [M, N] = x [M, K] @ weight.T + bias [N]``."""
+        _kernels.linear_f32(x, self.packed, bias, out)
+
+
+def quantise_rows(x: F32, q: I8, scale: F32) -> None:
+    """Round ``x [M, K]`` to ``q [M, K]`` times ``scale [M]``, a row's largest number being 127."""
+    _kernels.quantise_rows(x, q, scale)
+
+
+def add_rms_norm(residual: F32, delta: F32 | None, weight: F32, eps: float, out: F32) -> None:
+    """Add ``delta [M, K]``, if any, to ``residual [M, K]``; put its norm into ``out [M, K]``.
+
+    The norm divides a row by its root mean square and multiplies it by ``weight [K]``.
+    """
+    _kernels.add_rms_norm(residual, delta, weight, eps, out)
+
+
+def add_rms_norm_quant(
+    residual: F32, delta: F32 | None, weight: F32, eps: float, q: I8, scale: F32
+) -> None:
+    """``add_rms_norm`` with its result rounded to ``q [M, K]`` times ``scale [M]``."""
+    _kernels.add_rms_norm_quant(residual, delta, weight, eps, q, scale)
+
+
+def silu_mul(gate_up: F32, out: F32) -> None:
+    """``out [M, K] = silu(gate) * up`` for ``gate_up [M, 2 * K]``, gates first."""
+    _kernels.silu_mul(gate_up, out)
+
+
+def silu_mul_quant(gate_up: F32, q: I8, scale: F32) -> None:
+    """``silu_mul`` with its result rounded to ``q [M, K]`` times ``scale [M]``.
+
+    Overwrites ``gate_up``.
+    """
+    _kernels.silu_mul_quant(gate_up, q, scale)
