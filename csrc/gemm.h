@@ -18,7 +18,8 @@ namespace layby {
 // N is rounded up to whole panels and K to whole groups, filled with weights of zero.
 constexpr std::size_t kPanel = 32;
 
-inline std::size_t groups_of(std::size_t count, std::size_t size) {
+// Static: a copy that was compiled for one instruction set must not serve another.
+static inline std::size_t groups_of(std::size_t count, std::size_t size) {
   return (count + size - 1) / size;
 }
 

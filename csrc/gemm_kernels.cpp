@@ -171,14 +171,28 @@ struct Int8 {
     int8_tile<Rows>(p.x + row * p.ldx, p.ldx, p.x_sum + row, w, p.k_groups, sums);
   }
   template <class Lanes>
-  static F16 finish(const Product& p, std::size_t row, std::size_t column, F16 sums, Lanes lanes) {
-    return sums * (broadcast(p.x_scale[row]) * load(p.w_scale + column, lanes));
+  static F16 column_scale(const Product& p, std::size_t column, Lanes lanes) {
+    return load(p.w_scale + column, lanes);
+  }
+  static F16 scaled(const Product& p, std::size_t row, F16 column_scale, F16 sums) {
+    return sums * (broadcast(p.x_scale[row]) * column_scale);
   }
 };
 
-struct F32 {
-  using Product = FloatProduct<float>;
+// What needs no scales.
+template <class X>
+struct Unscaled {
+  using Product = FloatProduct<X>;
   using Sum = float;
+
+  template <class Lanes>
+  static F16 column_scale(const Product&, std::size_t, Lanes) {
+    return broadcast(0.0f);
+  }
+  static F16 scaled(const Product&, std::size_t, F16, F16 sums) { return sums; }
+};
+
+struct F32 : Unscaled<float> {
   static constexpr std::size_t kGroup = 1;
 
   template <int Rows>
@@ -202,15 +216,9 @@ struct F32 {
       store(sums + r * kPanel + 16, right[r]);
     }
   }
-  template <class Lanes>
-  static F16 finish(const Product&, std::size_t, std::size_t, F16 sums, Lanes) {
-    return sums;
-  }
 };
 
-struct Bf16 {
-  using Product = FloatProduct<std::uint16_t>;
-  using Sum = float;
+struct Bf16 : Unscaled<std::uint16_t> {
   static constexpr std::size_t kGroup = 2;
 
   template <int Rows>
@@ -235,10 +243,6 @@ struct Bf16 {
       store(sums + r * kPanel + 16, right[r]);
     }
   }
-  template <class Lanes>
-  static F16 finish(const Product&, std::size_t, std::size_t, F16 sums, Lanes) {
-    return sums;
-  }
 };
 
 // Hands `rows` (at most kMaxRows) to the tile of that height.
@@ -251,6 +255,18 @@ LAYBY_INLINE void tile_of_height(std::size_t rows, const typename Kind::Product&
   Kind::template tile<Rows>(p, row, w, sums);
 }
 
+// Brings sums of rows [row, end) to their place in 16 columns of the result.
+template <class Kind, class Lanes>
+LAYBY_INLINE void finish(const typename Kind::Product& p, std::size_t row, std::size_t end,
+                         std::size_t column, const typename Kind::Sum* sums, Lanes lanes) {
+  const F16 scale = Kind::column_scale(p, column, lanes);
+  const F16 bias = p.bias != nullptr ? load(p.bias + column, lanes) : broadcast(0.0f);
+  float* out = p.out + row * p.ldo + column;
+  for (; row < end; ++row, sums += kPanel, out += p.ldo) {
+    store(out, Kind::scaled(p, row, scale, load(sums)) + bias, lanes);
+  }
+}
+
 template <class Kind>
 void product(const typename Kind::Product& p, std::size_t row_begin, std::size_t row_end,
              std::size_t panel_begin, std::size_t panel_end) {
@@ -258,11 +274,6 @@ void product(const typename Kind::Product& p, std::size_t row_begin, std::size_t
   const std::size_t rows = row_end - row_begin;
   const std::size_t tiles = groups_of(rows, kMaxRows);
 
-  const auto put = [&](std::size_t row, std::size_t column, const auto* from, auto lanes) {
-    F16 y = Kind::finish(p, row, column, load(from), lanes);
-    if (p.bias != nullptr) y = y + load(p.bias + column, lanes);
-    store(p.out + row * p.ldo + column, y, lanes);
-  };
   for (std::size_t panel = panel_begin; panel < panel_end; ++panel) {
     const auto* w = p.w + panel * p.k_groups * kPanel * Kind::kGroup;
     for (std::size_t tile = 0; tile < tiles; ++tile) {
@@ -270,15 +281,13 @@ void product(const typename Kind::Product& p, std::size_t row_begin, std::size_t
       const std::size_t row = row_begin + tile * rows / tiles;
       const std::size_t end = row_begin + (tile + 1) * rows / tiles;
       tile_of_height<Kind>(end - row, p, row, w, sums);
-      for (std::size_t r = row; r < end; ++r) {
-        for (std::size_t c = 0; c < kPanel; c += 16) {
-          const std::size_t column = panel * kPanel + c;
-          const auto* from = sums + (r - row) * kPanel + c;
-          if (column + 16 <= p.n) {
-            put(r, column, from, AllLanes{});
-          } else if (column < p.n) {
-            put(r, column, from, FirstLanes{static_cast<unsigned>(p.n - column)});
-          }
+      for (std::size_t c = 0; c < kPanel; c += 16) {
+        const std::size_t column = panel * kPanel + c;
+        if (column + 16 <= p.n) {
+          finish<Kind>(p, row, end, column, sums + c, AllLanes{});
+        } else if (column < p.n) {
+          finish<Kind>(p, row, end, column, sums + c,
+                       FirstLanes{static_cast<unsigned>(p.n - column)});
         }
       }
     }
