@@ -146,9 +146,7 @@ def _integer(param: str, value: object, low: int, high: int | None = None) -> No
         raise InvalidRequestError(f"{param} must be {limit}, got {_short(value)}", param=param)
 
 
-def _number(
-    param: str, value: object, low: float, high: float, *, open_low: bool = False
-) -> None:
+def _number(param: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
     # Not a number is unequal to itself; math.isnan would fail on an integer of many digits.
     if not isinstance(value, (int, float)) or isinstance(value, bool) or value != value:
         raise InvalidRequestError(f"{param} must be a number, got {value!r}", param=param)

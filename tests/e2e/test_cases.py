@@ -18,9 +18,7 @@ class TestCase07SeedStartsAfresh:
     """After a preemption the random stream began again and penalties forgot what was generated."""
 
     @pytest.mark.parametrize("mode", ["recompute", "swap"])
-    def test_a_preempted_answer_equals_the_undisturbed_one(
-        self, roomy_llm: LLM, mode: str
-    ) -> None:
+    def test_a_preempted_answer_equals_the_undisturbed_one(self, roomy_llm: LLM, mode: str) -> None:
         prompts = [prompt(40), prompt(40, first=3000)]
         params = SamplingParams(
             max_tokens=80, temperature=1.0, seed=7, presence_penalty=1.0, ignore_eos=True

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
 
 import pytest
 
@@ -24,7 +23,13 @@ DTYPE = os.environ.get("LAYBY_PRESSURE_DTYPE", "float32")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
-def generate(num_requests: int, n: int, **config: object) -> tuple[list[RequestOutput], EngineStats]:
+Tokens = list[list[list[int]]]
+"""Token ids by request, sample and place."""
+
+
+def generate(
+    num_requests: int, n: int, **config: object
+) -> tuple[list[RequestOutput], EngineStats]:
     """Seeded sampling at temperature 1, every answer to its full length."""
     rng = random.Random(20)
     prompts = [[rng.randrange(1000, 40000) for _ in range(PROMPT)] for _ in range(num_requests)]
@@ -36,7 +41,7 @@ def generate(num_requests: int, n: int, **config: object) -> tuple[list[RequestO
         return llm.generate(prompts, params), llm.stats()
 
 
-def tokens(results: list[RequestOutput]) -> list[list[list[int]]]:
+def tokens(results: list[RequestOutput]) -> Tokens:
     return [[output.token_ids for output in result.outputs] for result in results]
 
 
@@ -49,18 +54,16 @@ def assert_complete(results: list[RequestOutput], n: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(smollm2: LoadedModel) -> Iterator[list[list[list[int]]]]:
+def undisturbed(smollm2: LoadedModel) -> Tokens:
     """What every run must say: ample blocks, nothing preempted."""
     results, stats = generate(NUM_REQUESTS, 1, num_blocks=AMPLE, swap_gib=0)
     assert_complete(results, 1)
     assert stats.preemptions_swap == stats.preemptions_recompute == 0
-    yield tokens(results)
+    return tokens(results)
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_parking_changes_no_token_and_recomputes_none(
-    undisturbed: list[list[list[int]]], caching: bool
-) -> None:
+def test_parking_changes_no_token_and_recomputes_none(undisturbed: Tokens, caching: bool) -> None:
     results, stats = generate(
         NUM_REQUESTS, 1, num_blocks=BLOCKS, swap_gib=4, enable_prefix_caching=caching
     )
@@ -70,7 +73,7 @@ def test_parking_changes_no_token_and_recomputes_none(
     assert tokens(results) == undisturbed
 
 
-def test_recomputing_changes_no_token(undisturbed: list[list[list[int]]]) -> None:
+def test_recomputing_changes_no_token(undisturbed: Tokens) -> None:
     results, stats = generate(
         NUM_REQUESTS, 1, num_blocks=BLOCKS, preemption_mode="recompute", enable_prefix_caching=False
     )
@@ -81,7 +84,7 @@ def test_recomputing_changes_no_token(undisturbed: list[list[list[int]]]) -> Non
 
 
 def test_a_swap_pool_that_holds_hardly_anybody_changes_no_token(
-    undisturbed: list[list[list[int]]],
+    undisturbed: Tokens,
 ) -> None:
     """The largest victim fits, so that both ways out are taken."""
     largest = -(-(PROMPT + OUTPUT) // 16)
