@@ -17,7 +17,7 @@ PARTIAL := $(VENV)/.partial
 MODEL   := $(VENV)/.smollm2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv serve test lint format bench lock clean
+.PHONY: help venv serve test pressure lint format bench lock clean
 
 help:  ## list these commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -61,6 +61,9 @@ serve: venv $(MODEL)  ## serve the default model on http://127.0.0.1:8000
 
 test: venv $(MODEL)  ## run all tests
 	@$(BIN)/pytest $(ARGS)
+
+pressure: venv $(MODEL)  ## the long form of the memory-pressure tests (64 requests, 19,200 tokens a run)
+	@LAYBY_PRESSURE=long $(BIN)/pytest tests/e2e/test_pressure.py --timeout 3600 $(ARGS)
 
 lint: venv  ## check style, types, layers and the installed packages
 	$(BIN)/ruff check

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from layby.engine import (
+        LLM,
         AsyncEngine,
         CompletionOutput,
         EngineConfig,
-        LLM,
         RequestOutput,
     )
     from layby.errors import (

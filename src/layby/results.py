@@ -6,7 +6,6 @@ by the same code. Field names are a contract: they are those of the JSON that ``
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -221,10 +220,6 @@ class RunResult:
     def as_dict(self) -> dict[str, Any]:
         """Nested plain dictionaries, for JSON."""
         return asdict(self)
-
-    def to_json(self) -> str:
-        """The JSON text, indented, with a newline at its end."""
-        return json.dumps(self.as_dict(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _percentile(ordered: Sequence[float], percent: float) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -144,16 +143,22 @@ def _integer(param: str, value: object, low: int, high: int | None = None) -> No
         raise InvalidRequestError(f"{param} must be an integer, got {value!r}", param=param)
     if value < low or (high is not None and value > high):
         limit = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise InvalidRequestError(f"{param} must be {limit}, got {value}", param=param)
+        raise InvalidRequestError(f"{param} must be {limit}, got {_short(value)}", param=param)
 
 
-def _number(
-    param: str, value: object, low: float, high: float, *, open_low: bool = False
-) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
-        raise InvalidRequestError(f"{param} must be a finite number, got {value!r}", param=param)
+def _number(param: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
+    # Not a number is unequal to itself; math.isnan would fail on an integer of many digits.
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or value != value:
+        raise InvalidRequestError(f"{param} must be a number, got {value!r}", param=param)
     if value > high or value < low or (open_low and value == low):
         opening = "(" if open_low else "["
         raise InvalidRequestError(
-            f"{param} must be in {opening}{low:g}, {high:g}], got {value}", param=param
+            f"{param} must be in {opening}{low:g}, {high:g}], got {_short(value)}", param=param
         )
+
+
+def _short(value: float) -> str:
+    """The number, unless it would fill pages."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"an integer of {value.bit_length()} bits"
+    return str(value)

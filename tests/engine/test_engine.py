@@ -129,13 +129,15 @@ def test_prompt_logprobs_come_with_the_first_delta_however_the_prompt_was_chunke
 def test_case_14_an_empty_prompt_is_refused_and_the_next_request_is_fine() -> None:
     harness = Harness()
     llm = LLM.from_engine(harness.engine)
-    for prompts in ("", [""], [], [[]]):
+    empty: list[str | list[str | list[int]]] = ["", [""], [], [[]]]
+    for prompts in empty:
         with pytest.raises(InvalidRequestError, match="empty") as caught:
             llm.generate(prompts)
         assert caught.value.param == "prompt"
     with pytest.raises(InvalidRequestError, match=r"prompts\[1\]: prompt is empty"):
         llm.generate(["a", ""])
-    for messages in ([], [[]]):
+    no_messages: list[list[list[dict[str, str]]]] = [[], [[]]]
+    for messages in no_messages:
         with pytest.raises(InvalidRequestError, match="messages is empty") as caught:
             llm.chat(messages)
         assert caught.value.param == "messages"

@@ -25,7 +25,8 @@ from tests.engine.harness import Harness
 def test_answers_come_in_the_order_of_the_prompts_whatever_ends_first() -> None:
     llm = LLM.from_engine(Harness().engine)
     params = [SamplingParams(max_tokens=count) for count in (9, 1, 5)]
-    answers = llm.generate(["one", [116, 119, 111], "three"], params)
+    prompts: list[str | list[int]] = ["one", [116, 119, 111], "three"]
+    answers = llm.generate(prompts, params)
     assert [answer.outputs[0].text for answer in answers] == ["abcdefghi", "a", "abcde"]
     assert [answer.prompt for answer in answers] == ["one", None, "three"]
     assert answers[1].prompt_token_ids == [116, 119, 111]

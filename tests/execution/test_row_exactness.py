@@ -34,7 +34,7 @@ SMOLLM2 = ModelConfig(
     rope_theta=100000.0,
     tied_embeddings=True,
 )
-LENGTHS = (3, 40, 127, 129, 200, 300)
+LENGTHS = (3, 40, 129, 180)
 BLOCK_SIZE = 16
 NUM_BLOCKS = 96
 
@@ -92,7 +92,7 @@ def test_rows_have_the_same_bits_in_every_batch_and_every_chunking(dtype: torch.
     expected = alone.results()
 
     source = random.Random(0)
-    for trial in range(8):
+    for trial in range(5):
         mixed = Run(model, prompts, seed=trial + 1)
         sizes = ([1], [1, 2, 3], [5, 17, 64], [1000], [1, 1, 1, 2, 4, 8, 30, 130, 300])[trial % 5]
         while any(done < len(prompt) for done, prompt in zip(mixed.done, prompts, strict=True)):

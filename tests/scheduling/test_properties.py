@@ -130,5 +130,7 @@ RandomTraffic.TestCase.settings = settings(
 )
 
 
+@pytest.mark.timeout(1200)
+@pytest.mark.slow
 class TestRandomTraffic(RandomTraffic.TestCase):  # type: ignore[misc]
     """DESIGN §3 items 1–4, 6 and 7 hold after every step."""

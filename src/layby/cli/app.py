@@ -22,8 +22,7 @@ from layby.errors import LaybyError
 EXIT_ERROR = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
-EXIT_BROKEN_PIPE = 141
-"""The last two as a shell reports a process that SIGINT or SIGPIPE ended."""
+"""As a shell reports a process that SIGINT ended."""
 
 
 def _print_version(wanted: bool) -> None:
@@ -82,9 +81,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The interpreter flushes stdout once more at its end, and would complain then.
+        # The reader has seen enough, as in "layby … | head". The interpreter flushes stdout once
+        # more at its end, and would complain then.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_BROKEN_PIPE
+        return EXIT_ERROR
 
 
 def _complain(message: str) -> None:

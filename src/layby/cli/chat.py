@@ -105,7 +105,7 @@ def _talk(conversation: Conversation) -> None:
     console = Console(highlight=False)
     console.print(f"[bold]{conversation.llm.engine.model_name}[/]  [dim]{_COMMANDS}[/]")
     # readline has to be told which characters of the prompt take no room on the line.
-    prompt = "\001\033[1;36m\002>\001\033[0m\002 " if console.color_system else "> "
+    prompt = "\001\033[1m\002>\001\033[0m\002 " if console.color_system else "> "
     while True:
         try:
             text = input(prompt).strip()

@@ -68,12 +68,14 @@ def _lines(file: str) -> list[str]:
 
 
 def _show_as_it_comes(llm: LLM, prompt: str, sampling: SamplingParams) -> None:
+    line_end = ""  # none is due before there is anything on the line
     try:
         with closing(stream(llm.engine, prompt, sampling)) as deltas:
             for delta in deltas:
                 show_text("".join(piece.text for piece in delta.outputs))
+                line_end = "\n"
     finally:
-        show_text("\n")
+        show_text(line_end)
 
 
 def _show(results: Sequence[RequestOutput]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 
 from layby.engine.config import EngineConfig
 from layby.engine.engine import Engine
@@ -23,6 +24,9 @@ def build_engine(config: EngineConfig, *, allow_download: bool = True) -> Engine
         ConfigError: The settings do not fit the machine or the model.
         ModelError: The model cannot be found, read or run.
     """
+    # Read when torch is first imported. By default its threads spin between operations; on a
+    # machine with other work that makes a step several times slower.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import torch
 
     from layby.execution import TorchExecutor, bytes_per_block, resolve_device, resolve_dtype

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 
 from layby.errors import ConfigError
-
-DeviceName = Literal["auto", "cpu", "cuda"]
-DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 def resolve_device(name: str) -> torch.device:

@@ -57,7 +57,8 @@ class TorchExecutor:
         scheduled = [
             item for item in plan.scheduled if item.sequence.request.request_id not in failures
         ]
-        result = StepResult([0] * plan.num_samples, failures=failures)
+        num_samples = sum(len(item.samplers) for item in plan.scheduled)
+        result = StepResult([0] * num_samples, failures=failures)
         if scheduled:
             batch = build_batch(scheduled, block_size=self.block_size, device=self.model.device)
             hidden = self.model.forward(

@@ -173,7 +173,7 @@ def verify(model: str) -> Path:
     if digest != known.sha256:
         raise ModelError(
             f"{path} is damaged: its SHA-256 is {digest}, expected {known.sha256}; "
-            f"run: layby pull {model}"
+            f"run: layby model pull {model}"
         )
     return path
 
@@ -199,11 +199,11 @@ def _resolve_known(known: KnownModel, *, allow_download: bool) -> ModelFiles:
     if size is not None:
         raise ModelError(
             f"{path} is damaged: it has {size} bytes, expected {known.size_bytes}; "
-            f"run: layby pull {known.name}"
+            f"run: layby model pull {known.name}"
         )
     raise ModelNotFoundError(
         f"model {known.name!r} is not on this machine (looked for {path}); "
-        f"run: layby pull {known.name}"
+        f"run: layby model pull {known.name}"
     )
 
 
@@ -246,7 +246,7 @@ def _resolve_hub(model: str, tried: list[str], *, allow_download: bool) -> Model
     if not allow_download:
         raise ModelNotFoundError(
             f"no model {model!r}; tried: {'; '.join(tried)}; to fetch it from the hub, "
-            f"run: layby pull {model}"
+            f"run: layby model pull {model}"
         )
     try:
         fetched = Path(snapshot_download(model, allow_patterns=list(HUB_FILES)))

@@ -127,6 +127,7 @@ class KVMemory:
         for placed in placements:
             known = placed.from_leader + len(placed.cached)
             placed.sequence.num_computed = known * self.block_size
+            placed.sequence.num_published = known
             found += len(placed.cached) * self.block_size
         if any(p.from_leader * self.block_size > leader.num_computed for p in placements):
             request.prefix_owner = leader
@@ -242,19 +243,18 @@ class KVMemory:
         for seq in others:
             seq.block_table = list(first.block_table)
             seq.num_computed = seq.most_computed = first.num_computed
+            seq.num_published = first.num_published
             seq.block_hashes = list(first.block_hashes)
             self.device.share(seq.block_table)
 
-    def commit(self, seq: Sequence, num_computed: int) -> None:
-        """Record that positions below ``num_computed`` are stored; full blocks become findable."""
-        first, last = seq.num_computed // self.block_size, num_computed // self.block_size
-        seq.num_computed = num_computed
-        if num_computed > seq.most_computed:
-            seq.most_computed = num_computed
-        if last > first and self.enable_prefix_caching:
-            hashes = seq.hash_full_blocks(last, self.block_size)
-            for place in range(first, last):
+    def publish(self, seq: Sequence) -> None:
+        """Make the sequence's full blocks findable by their content."""
+        full = seq.num_computed // self.block_size
+        if full > seq.num_published and self.enable_prefix_caching:
+            hashes = seq.hash_full_blocks(full, self.block_size)
+            for place in range(seq.num_published, full):
                 self.device.publish(seq.block_table[place], hashes[place])
+            seq.num_published = full
 
     # --- device ↔ swap pool ---
 
@@ -366,17 +366,21 @@ class KVMemory:
         """Forget the request's KV; its tokens stay."""
         self._leave_device(request)
         for seq in request.live_sequences:
-            seq.num_computed = 0
+            seq.most_computed = max(seq.most_computed, seq.num_computed)
+            seq.num_computed = seq.num_published = 0
         request.prefix_owner = None
 
     def release(self, seq: Sequence) -> None:
         """Give up everything a sequence holds, in either pool."""
+        if seq.block_table:
+            self.publish(seq)
         self.device.release(seq.block_table)
         self.swap.release(seq.swap_table)
         seq.block_table, seq.swap_table = [], []
 
     def _leave_device(self, request: Request) -> None:
-        for seq in request.sequences:
+        for seq in request.live_sequences:
+            self.publish(seq)
             self.device.release(seq.block_table)
             seq.block_table = []
 

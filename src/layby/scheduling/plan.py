@@ -49,13 +49,17 @@ class StepPlan:
     Attributes:
         step: Number of the step, from 1.
         now: The scheduler's clock when the step was decided, in seconds.
-        scheduled: What the forward pass computes, in running order.
+        scheduled: What the forward pass computes: first who goes on as before, then the others in
+            running order.
         swap_out: Device block → swap block.
         swap_in: Swap block → device block.
         copy: Device block → device block (copy-on-write).
         preempted: Requests that left the device in this step, and how.
         resumed: Requests that came back from the swap pool in this step.
         admitted: Requests that came from the waiting queue in this step.
+        num_steady: So many of the first in ``scheduled`` go on decoding as in the step before.
+        num_tokens: Tokens the forward pass computes.
+        num_samples: Tokens to be sampled: the length of the list that ``Scheduler.update`` takes.
     """
 
     step: int
@@ -67,16 +71,9 @@ class StepPlan:
     preempted: list[tuple[Request, PreemptionMode]] = field(default_factory=list)
     resumed: list[Request] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens the forward pass computes."""
-        return sum(item.num_tokens for item in self.scheduled)
-
-    @property
-    def num_samples(self) -> int:
-        """Tokens to be sampled: the length of the list that ``Scheduler.update`` takes."""
-        return sum(len(item.samplers) for item in self.scheduled)
+    num_steady: int = 0
+    num_tokens: int = 0
+    num_samples: int = 0
 
     @property
     def is_empty(self) -> bool:

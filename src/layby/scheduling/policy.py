@@ -62,9 +62,13 @@ class Policy:
         """
         return all(request.priority < blocker.priority for blocker in blockers)
 
-    def headroom_blocks(self, memory: KVMemory, running: Iterable[Request]) -> int:
-        """Blocks to leave free when somebody comes in, so that he can run a while."""
-        num_seqs = sum(request.num_live_seqs for request in running)
+    def headroom_blocks(
+        self, memory: KVMemory, running: Iterable[Request], *, num_seqs: int
+    ) -> int:
+        """Blocks to leave free when somebody comes in, so that he can run a while.
+
+        ``num_seqs`` is the number of sequences of the running requests.
+        """
         return -int(-self.watermark * num_seqs // 1)
 
     def admission_blocks(self, memory: KVMemory, request: Request, needed: int) -> int:
@@ -106,7 +110,9 @@ class Reserve(Policy):
 
     parks_for_urgent = False
 
-    def headroom_blocks(self, memory: KVMemory, running: Iterable[Request]) -> int:
+    def headroom_blocks(
+        self, memory: KVMemory, running: Iterable[Request], *, num_seqs: int
+    ) -> int:
         """What the running requests may still come to need."""
         return sum(
             max(0, memory.worst_case_blocks(request) - memory.held_blocks(request))

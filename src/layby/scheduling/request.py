@@ -52,23 +52,27 @@ class Sequence:
         index: Its number among the request's samples, from 0.
         tokens: Prompt and output token ids.
         num_prompt_tokens: How many of them are prompt.
-        num_computed: Positions whose KV is stored. While decoding this is ``len(tokens) - 1``:
-            the last sampled token is computed in the next step.
+        num_computed: Positions whose KV is stored.
+        is_decoding: All tokens but the last one sampled are stored.
         block_table: Device blocks that hold positions 0, 1, … ; empty off the device.
         swap_table: The same in the swap pool; empty unless the request is swapped.
         finish_reason: None while it is alive.
     """
 
     __slots__ = (
+        "_num_computed",
         "block_hashes",
         "block_table",
         "finish_reason",
         "index",
+        "is_decoding",
         "most_computed",
-        "num_computed",
+        "most_tokens",
         "num_prompt_tokens",
+        "num_published",
         "request",
         "stop_token",
+        "stop_token_ids",
         "swap_table",
         "tokens",
     )
@@ -78,13 +82,27 @@ class Sequence:
         self.index = index
         self.tokens = tokens
         self.num_prompt_tokens = request.num_prompt_tokens
-        self.num_computed = 0
+        self.most_tokens = request.num_prompt_tokens + request.max_tokens
+        self.stop_token_ids = request.stop_token_ids
+        self._num_computed = 0
+        self.is_decoding = False
         self.most_computed = 0  # high-water mark of num_computed: below it, work is done again
+        self.num_published = 0  # full blocks that others can find by their content
         self.block_table: list[int] = []
         self.swap_table: list[int] = []
         self.block_hashes: list[bytes] = []
         self.finish_reason: FinishReason | None = None
         self.stop_token: int | None = None
+
+    @property
+    def num_computed(self) -> int:
+        # Derived while decoding, so that a step in which nothing is decided need not touch it.
+        return len(self.tokens) - 1 if self.is_decoding else self._num_computed
+
+    @num_computed.setter
+    def num_computed(self, value: int) -> None:
+        self._num_computed = value
+        self.is_decoding = False
 
     @property
     def num_tokens(self) -> int:

@@ -18,6 +18,7 @@ from layby.scheduling.plan import PreemptionMode, ScheduledSequence, StepPlan
 from layby.scheduling.policy import POLICIES, Phase, Policy
 from layby.scheduling.queues import RequestQueue
 from layby.scheduling.request import FinishReason, Request, RequestStatus, Sequence
+from layby.scheduling.steady import SteadyDecodes
 
 
 class Fit(Enum):
@@ -33,7 +34,8 @@ class _Step:
 
     ``set_aside_blocks`` are device blocks that running work needs in this very step and has not
     taken yet: nobody who comes in may have them. ``entered`` came in during this step and is no
-    victim in it; ``planned`` has its tokens.
+    victim in it; ``planned`` has its tokens, which are in ``scheduled``. Steady decodes appear in
+    none of them.
     """
 
     plan: StepPlan
@@ -41,6 +43,7 @@ class _Step:
     set_aside_blocks: int = 0
     entered: set[Request] = field(default_factory=set)
     planned: set[Request] = field(default_factory=set)
+    scheduled: list[ScheduledSequence] = field(default_factory=list)
 
     @property
     def preempted(self) -> list[Request]:
@@ -51,7 +54,8 @@ class Scheduler:
     """Decides, step by step, which requests compute and which are parked.
 
     Usage: ``plan = schedule()``, run the plan, ``update(plan, tokens)``, again. Requests may be
-    added, aborted and finished between ``update`` and the next ``schedule``.
+    added and finished between ``update`` and the next ``schedule``, and aborted at any time; what
+    a step brings for an aborted request is ignored.
 
     Args:
         config: Pool sizes and limits.
@@ -81,6 +85,9 @@ class Scheduler:
         self.running = RequestQueue(self.policy.urgency)
         self.swapped = RequestQueue(self.policy.urgency)
         self.requests: dict[str, Request] = {}
+        # The running queue again, divided: those that go on by themselves, and the others.
+        self._steady = SteadyDecodes()
+        self._attended: set[Request] = set()
         self.metrics = SchedulerMetrics()
         self._num_steps = 0
         self._num_added = 0
@@ -178,20 +185,34 @@ class Scheduler:
                     self._schedule_running(step)  # give running work its next tokens
                 case Phase.WAITING:
                     self._schedule_waiting(step)  # admit new work with what is left
-        self._note_peaks()
-        return step.plan
+        return self._commit_step(step)
 
     def _stand_fast(self) -> _Step:
         """Running work keeps its place: a seat and a token per sequence, and the blocks it needs
         for this step, are its own before anybody else is looked at."""
         self._num_steps += 1
+        self._attended.update(self._steady.take_due(self._num_steps))
         step = _Step(
             plan=StepPlan(step=self._num_steps, now=self.clock()),
             budget=SchedulingBudget(self.config.max_num_batched_tokens, self.config.max_num_seqs),
         )
-        for request in self.running:
+        step.budget.add(num_tokens=len(self._steady), num_seqs=len(self._steady))
+        for request in self._attended:
             self._take_seat(request, step)
         return step
+
+    def _commit_step(self, step: _Step) -> StepPlan:
+        """Put the plan together and note the peaks."""
+        plan = step.plan
+        plan.scheduled = self._steady.turns()
+        plan.num_steady = len(plan.scheduled)
+        plan.scheduled += step.scheduled
+        plan.num_tokens = plan.num_steady + sum(item.num_tokens for item in step.scheduled)
+        plan.num_samples = plan.num_steady + sum(len(item.samplers) for item in step.scheduled)
+        metrics = self.metrics
+        metrics.swapped_queue_size_max = max(metrics.swapped_queue_size_max, len(self.swapped))
+        metrics.kv_usage_max = max(metrics.kv_usage_max, self.memory.device.usage)
+        return plan
 
     def _schedule_swapped(self, step: _Step) -> None:
         """Bring parked requests back, most urgent first; nobody overtakes the first that must
@@ -209,7 +230,7 @@ class Scheduler:
     def _schedule_running(self, step: _Step) -> None:
         """Give each running request blocks and tokens, most urgent first; when blocks run out,
         the least urgent is preempted, which may be the request itself."""
-        for request in list(self.running):
+        for request in sorted(self._attended, key=self.policy.urgency):
             if request.status is not RequestStatus.RUNNING or request in step.planned:
                 continue
             while (growth := self.memory.growth(request)) > self.memory.device.num_free:
@@ -225,7 +246,9 @@ class Scheduler:
         """Admit new requests, most urgent first, unless parked or just preempted work of the same
         urgency has a better claim; the first that must stay ends it."""
         while (request := self.waiting.head) is not None:
-            if not self.policy.may_admit(request, [*self.swapped, *step.preempted]):
+            parked = self.swapped.head  # the most urgent of the parked speaks for all
+            blockers = step.preempted if parked is None else [parked, *step.preempted]
+            if not self.policy.may_admit(request, blockers):
                 return
             if self._can_admit(request, step) is Fit.LATER:
                 self._make_room(request, step)
@@ -244,7 +267,9 @@ class Scheduler:
 
     def _fits(self, request: Request, needed_blocks: int, step: _Step) -> Fit:
         """Whether blocks, with headroom for who runs already, and budget allow one more."""
-        headroom = self.policy.headroom_blocks(self.memory, self.running)
+        headroom = self.policy.headroom_blocks(
+            self.memory, self.running, num_seqs=step.budget.curr_seqs
+        )
         free = self.memory.device.num_free - step.set_aside_blocks - headroom
         affordable = step.budget.can_schedule(
             num_tokens=len(request.ready_sequences), num_seqs=request.num_live_seqs
@@ -262,8 +287,7 @@ class Scheduler:
         step.plan.swap_in += moves
         step.plan.resumed.append(request)
         step.entered.add(request)
-        self.running.add(request)
-        self._take_seat(request, step)
+        self._join_running(request, step)
         self._end_parking(request, step.plan.now)
         self.metrics.swapped_in_blocks += len(moves)
         self.metrics.swap_in_reused_blocks += num_parked - len(moves)
@@ -278,15 +302,14 @@ class Scheduler:
         )
         step.plan.admitted.append(request)
         step.entered.add(request)
-        self.running.add(request)
-        self._take_seat(request, step)
+        self._join_running(request, step)
         self._plan_tokens(request, step)
 
     def _preempt(self, victim: Request, step: _Step) -> None:
         """running → swapped, or running → waiting. What this step had planned for the victim is
         undone: its place, its blocks and its share of the budget."""
         self._unplan(victim, step)
-        self.running.remove(victim)
+        self._leave_running(victim)
         mode = self.policy.way_out(victim, can_swap=self.memory.can_park(victim))
         if mode is PreemptionMode.SWAP:
             victim.move_to(RequestStatus.SWAPPED)
@@ -323,7 +346,7 @@ class Scheduler:
         needed = self.memory.admission_need(newcomer)
         freed = sum(self.memory.freed_by(request) for request in candidates)
         staying = [request for request in self.running if request not in candidates]
-        headroom = self.policy.headroom_blocks(self.memory, staying)
+        headroom = self.policy.headroom_blocks(self.memory, staying, num_seqs=spare.curr_seqs)
         if needed + headroom > self.memory.device.num_free + freed or not spare.can_schedule(
             num_tokens=len(newcomer.ready_sequences), num_seqs=newcomer.num_live_seqs
         ):
@@ -342,12 +365,22 @@ class Scheduler:
                 self.swapped.remove(request)
                 self._end_parking(request, now)
             case _:
-                self.running.remove(request)
+                self._leave_running(request)
         request.move_to(RequestStatus.FINISHED)
         request.finish_time = now
         for seq in request.sequences:
             self.memory.release(seq)
         del self.requests[request.request_id]
+
+    def _join_running(self, request: Request, step: _Step) -> None:
+        self.running.add(request)
+        self._attended.add(request)
+        self._take_seat(request, step)
+
+    def _leave_running(self, request: Request) -> None:
+        self.running.remove(request)
+        if not self._steady.discard(request):
+            self._attended.remove(request)
 
     def _leave_waiting(self, request: Request) -> None:
         self.waiting.remove(request)
@@ -386,29 +419,26 @@ class Scheduler:
                     samplers = tuple(request.sequences)
                 else:
                     samplers = (seq,)
-            step.plan.scheduled.append(
-                ScheduledSequence(seq, seq.num_computed, 1 + extra, samplers)
-            )
+            step.scheduled.append(ScheduledSequence(seq, seq.num_computed, 1 + extra, samplers))
 
     def _tokens_of(self, request: Request, step: _Step) -> int:
         """Tokens the step has promised or planned for the request."""
         if request not in step.planned:
             return len(request.ready_sequences)
-        return sum(i.num_tokens for i in step.plan.scheduled if i.sequence.request is request)
+        return sum(i.num_tokens for i in step.scheduled if i.sequence.request is request)
 
     def _unplan(self, request: Request, step: _Step) -> None:
         """Take back what the step has promised or planned for a running request."""
-        plan = step.plan
         step.budget.give_back(
             num_tokens=self._tokens_of(request, step), num_seqs=request.num_live_seqs
         )
         if request not in step.planned:
-            step.set_aside_blocks -= self.memory.growth(request)
+            step.set_aside_blocks -= self.memory.growth(request)  # none, if it is steady
             return
         step.planned.remove(request)
-        mine = [item for item in plan.scheduled if item.sequence.request is request]
-        plan.scheduled = [item for item in plan.scheduled if item.sequence.request is not request]
-        plan.copy = self.memory.undo_copies(request, plan.copy)
+        mine = [item for item in step.scheduled if item.sequence.request is request]
+        step.scheduled = [item for item in step.scheduled if item.sequence.request is not request]
+        step.plan.copy = self.memory.undo_copies(request, step.plan.copy)
         if len(mine[0].samplers) > 1:
             request.unfork()
 
@@ -428,9 +458,10 @@ class Scheduler:
             raise ValueError(f"the plan samples {plan.num_samples} tokens, got {len(tokens)}")
         now = self.clock()
         self.memory.settle()
-        finished = []
-        sampled = iter(tokens)
-        for item in plan.scheduled:
+        finished: list[Request] = []
+        self._update_steady(plan, tokens, now, finished)
+        sampled = iter(tokens[plan.num_steady :])
+        for item in plan.scheduled[plan.num_steady :]:
             request = item.sequence.request
             if not request.is_finished:  # aborted in the meantime
                 self._commit(item)
@@ -441,14 +472,43 @@ class Scheduler:
                 reason = self._append(seq, token, now)
                 if reason is not None and self._end_sequence(seq, reason, now):
                     finished.append(request)
+            self._settle_down(request)
         return finished
+
+    def _update_steady(
+        self, plan: StepPlan, tokens: SequenceOf[int], now: float, finished: list[Request]
+    ) -> None:
+        """As the loop in ``update``, for sequences that only decode. It runs once per sequence
+        and step, so it does nothing that can be known beforehand."""
+        for item, token in zip(plan.scheduled[: plan.num_steady], tokens, strict=False):
+            item.start += 1
+            seq = item.sequence
+            if seq.finish_reason is not None:  # aborted in the meantime
+                continue
+            seq.tokens.append(token)
+            if len(seq.tokens) >= seq.most_tokens or token in seq.stop_token_ids:
+                reason = self._reason_to_end(seq, token)
+                if reason is not None and self._end_sequence(seq, reason, now):
+                    finished.append(seq.request)
+
+    def _settle_down(self, request: Request) -> None:
+        """Let a request go on by itself if its next decode steps need no decision."""
+        if request.n > 1 or request.is_finished or not request.sequences[0].is_decoding:
+            return
+        seq = request.sequences[0]
+        room = len(seq.block_table) * self.config.block_size - seq.num_tokens + 1
+        if room > 0:
+            self._attended.remove(request)
+            self._steady.add(request, until_step=self._num_steps + room + 1)
 
     def _commit(self, item: ScheduledSequence) -> None:
         """The sequence's positions are stored; those done before count as recomputed."""
         seq, request = item.sequence, item.sequence.request
         end = item.start + item.num_tokens
         self.metrics.recomputed_tokens += max(0, min(end, seq.most_computed) - item.start)
-        self.memory.commit(seq, end)
+        seq.num_computed = end
+        seq.most_computed = max(seq.most_computed, end)
+        self.memory.publish(seq)
         if len(item.samplers) > 1:
             self.memory.fork(request)
         if request.prefix_owner is seq and (
@@ -458,15 +518,18 @@ class Scheduler:
 
     def _append(self, seq: Sequence, token: int, now: float) -> FinishReason | None:
         """Add a sampled token; says whether and why the sequence ends with it."""
-        request = seq.request
         seq.tokens.append(token)
-        if request.first_token_time is None:
-            request.first_token_time = now
-        num_output = seq.num_output_tokens
-        if token in request.stop_token_ids and num_output > request.min_tokens:
+        seq.is_decoding = True
+        if seq.request.first_token_time is None:
+            seq.request.first_token_time = now
+        return self._reason_to_end(seq, token)
+
+    def _reason_to_end(self, seq: Sequence, token: int) -> FinishReason | None:
+        """Whether and why a sequence ends with its last token."""
+        if token in seq.stop_token_ids and seq.num_output_tokens > seq.request.min_tokens:
             seq.stop_token = token
             return FinishReason.STOP
-        return FinishReason.LENGTH if num_output >= request.max_tokens else None
+        return FinishReason.LENGTH if seq.num_tokens >= seq.most_tokens else None
 
     def _end_sequence(self, seq: Sequence, reason: FinishReason, now: float) -> bool:
         """End one sequence; True if that ends its request."""
@@ -507,11 +570,6 @@ class Scheduler:
 
     # --- looking in ---
 
-    def _note_peaks(self) -> None:
-        metrics = self.metrics
-        metrics.swapped_queue_size_max = max(metrics.swapped_queue_size_max, len(self.swapped))
-        metrics.kv_usage_max = max(metrics.kv_usage_max, self.memory.device.usage)
-
     @property
     def device_pool(self) -> BlockPool:
         """The blocks the model attends to."""
@@ -536,6 +594,9 @@ class Scheduler:
             RequestStatus.SWAPPED: self.swapped,
         }
         assert sum(map(len, queues.values())) == len(self.requests)
+        steady = {item.sequence.request for item in self._steady.turns()}
+        assert steady | self._attended == set(self.running)
+        assert not steady & self._attended
         assert self._num_queued_seqs == sum(r.n for r in self.waiting if r.num_preemptions == 0)
         for request in self.requests.values():
             assert request in queues[request.status]
