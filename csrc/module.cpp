@@ -8,6 +8,7 @@
 
 #include <stdexcept>
 
+#include "attention_bindings.h"
 #include "dispatch.h"
 #include "elementwise.h"
 #include "gemm.h"
@@ -211,6 +212,7 @@ void bind_elementwise(nb::module_& m) {
 }  // namespace layby
 
 NB_MODULE(_kernels, m) {
+  layby::bind_attention(m);
   layby::bind_machine(m);
   layby::bind_gemm(m);
   layby::bind_elementwise(m);

@@ -4,6 +4,7 @@ Every array is contiguous and on the CPU. NumPy arrays cost 0.1 µs each to pass
 speaks DLPack works too, a torch tensor at 4 µs.
 """
 
+import numpy as np
 from numpy import float32, int8, uint8, uint16
 from numpy.typing import NDArray
 
@@ -63,3 +64,50 @@ def silu_mul_quant(
     gate_up: NDArray[float32], q: NDArray[int8], scale: NDArray[float32]
 ) -> None: ...
 def exp(x: NDArray[float32], out: NDArray[float32]) -> None: ...
+
+class KvLayout:
+    """Where things lie in a pool of KV blocks; ``csrc/attention.h`` draws it."""
+
+    def __init__(
+        self, dtype: str, *, num_layers: int, num_kv_heads: int, head_dim: int, block_size: int
+    ) -> None: ...
+    @property
+    def block_bytes(self) -> int: ...
+
+class AttentionBatch:
+    """What all layers of one step share: who attends to what."""
+
+    def __init__(
+        self,
+        layout: KvLayout,
+        *,
+        num_heads: int,
+        num_blocks: int,
+        first_rows: NDArray[np.int32],
+        num_rows: NDArray[np.int32],
+        starts: NDArray[np.int32],
+        block_tables: NDArray[np.int32],
+    ) -> None: ...
+    def attend(
+        self,
+        pool: NDArray[np.uint8],
+        layer: int,
+        queries: NDArray[np.generic],
+        query_scales: NDArray[np.float32] | None,
+        out: NDArray[np.float32],
+    ) -> None: ...
+
+def rope_write(
+    layout: KvLayout,
+    pool: NDArray[np.uint8],
+    layer: int,
+    qkv: NDArray[np.float32],
+    positions: NDArray[np.int64],
+    cos_sin: NDArray[np.float32],
+    slots: NDArray[np.int64],
+    queries: NDArray[np.generic],
+    query_scales: NDArray[np.float32] | None = None,
+    query_norm: NDArray[np.float32] | None = None,
+    key_norm: NDArray[np.float32] | None = None,
+    norm_eps: float = 0.0,
+) -> None: ...

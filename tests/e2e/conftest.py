@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from layby import LLM, ModelNotFoundError
 from layby.models import LoadedModel, load
@@ -15,7 +14,7 @@ from layby.models import LoadedModel, load
 def smollm2() -> LoadedModel:
     """Weights in float32, fetched if need be; skipped only where they cannot be had."""
     try:
-        return load("smollm2", dtype=torch.float32, allow_download=True)
+        return load("smollm2", allow_download=True)
     except ModelNotFoundError as error:
         pytest.skip(str(error))
 

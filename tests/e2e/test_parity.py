@@ -56,7 +56,7 @@ def oracle(smollm2: LoadedModel) -> transformers.LlamaForCausalLM:
             tie_word_embeddings=config.tied_embeddings,
         )
     )
-    missing, unexpected = model.load_state_dict(smollm2.weights, strict=False)
+    missing, unexpected = model.load_state_dict(smollm2.weights(torch.float32), strict=False)
     assert not unexpected
     assert set(missing) <= {"lm_head.weight"}
     return model.eval()

@@ -5,18 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from layby.execution.kv_cache import KVCache, blocks_in, bytes_per_block
+from layby.execution.kv_cache import KVCache
+from layby.models.network import KVFormat
 from layby.scheduling.plan import BlockMove
-from tests.execution.harness import TINY, Blocks
+from tests.execution.harness import Blocks
 
 
 def make_cache(num_blocks: int = 200, num_swap_blocks: int = 150) -> KVCache:
     cache = KVCache(
-        TINY,
+        KVFormat((2, 2, 2, 4, 8), torch.float32),
         num_blocks=num_blocks,
         num_swap_blocks=num_swap_blocks,
-        block_size=4,
-        dtype=torch.float32,
         device=torch.device("cpu"),
     )
     torch.manual_seed(0)
@@ -80,12 +79,7 @@ def test_a_block_outside_the_pool_is_an_error() -> None:
         cache.copy([BlockMove(0, 200)])
 
 
-def test_sizes_in_bytes_and_gib_agree_with_the_tensors() -> None:
+def test_a_blocks_size_in_bytes_agrees_with_the_tensors() -> None:
     """--kv-cache-gib must not promise more blocks than fit."""
     cache = make_cache(num_blocks=10)
-    size = bytes_per_block(TINY, block_size=4, dtype=torch.float32)
-    assert cache.pool.nbytes == 10 * size
-    assert bytes_per_block(TINY, block_size=4, dtype=torch.bfloat16) == size // 2
-    gib = 10 * size / 2**30
-    assert blocks_in(gib, TINY, block_size=4, dtype=torch.float32) == 10
-    assert blocks_in(gib * 0.99, TINY, block_size=4, dtype=torch.float32) == 9
+    assert cache.pool.nbytes == 10 * KVFormat((2, 2, 2, 4, 8), torch.float32).block_bytes

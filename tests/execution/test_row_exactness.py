@@ -62,10 +62,10 @@ class Run:
             ScheduledSequence(self.sequences[i], self.done[i], count, ())
             for i, count in counts.items()
         ]
-        batch = build_batch(items, block_size=BLOCK_SIZE, device=self.model.device)
-        hidden = self.model.forward(batch.token_ids, batch.positions, batch.attention, self.pool)
+        batch = build_batch(items, block_size=BLOCK_SIZE)
+        hidden = self.model.forward(batch.flat, self.pool)
         logits = self.model.logits(hidden)
-        for item, first in zip(batch.items, batch.first_rows, strict=True):
+        for item, first in zip(batch.items, batch.flat.first_rows, strict=True):
             i = int(item.sequence.request.request_id)
             rows = slice(first, first + item.num_tokens)
             self.hidden[i].append(hidden[rows])

@@ -100,9 +100,8 @@ def run(model: Transformer, tokens: list[int], cuts: list[int]) -> torch.Tensor:
         batch = build_batch(
             [ScheduledSequence(sequence, start, count, ())],
             block_size=block_size,
-            device=model.device,
         )
-        hidden = model.forward(batch.token_ids, batch.positions, batch.attention, pool)
+        hidden = model.forward(batch.flat, pool)
         logits.append(model.logits(hidden))
         start += count
     assert start == len(tokens)

@@ -29,37 +29,44 @@ def build_engine(config: EngineConfig, *, allow_download: bool = True) -> Engine
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import torch
 
-    from layby.execution import TorchExecutor, bytes_per_block, resolve_device, resolve_dtype
+    from layby import kernels
+    from layby.execution import TorchExecutor, resolve_device
     from layby.models import load
-    from layby.models.transformer import Transformer
+    from layby.models.networks import build_network, resolve_dtype
 
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
+        if kernels.available():
+            kernels.set_num_threads(config.num_threads)
     device = resolve_device(config.device)
-    dtype = resolve_dtype(config.dtype, device)
-    model = load(config.model, dtype=dtype, allow_download=allow_download)
+    model = load(config.model, allow_download=allow_download)
     geometry = model.config
-    transformer = Transformer(geometry, model.weights, dtype=dtype, device=device)
+    network = build_network(
+        model,
+        dtype=resolve_dtype(config.dtype, device),
+        kv_cache_dtype=config.kv_cache_dtype,
+        device=device,
+        block_size=config.block_size,
+    )
     # Memory is looked at only now, when the weights have theirs.
     on_cuda = device.type == "cuda"
     resolved = config.resolve(
         context_length=geometry.context_length,
-        block_bytes=bytes_per_block(geometry, block_size=config.block_size, dtype=dtype),
+        block_bytes=network.kv_format(config.block_size).block_bytes,
         host_bytes=available_host_bytes(),
         cuda_bytes=torch.cuda.mem_get_info(device)[0] if on_cuda else None,
     )
     executor = TorchExecutor(
-        transformer,
+        network,
         block_size=resolved.block_size,
         num_blocks=resolved.num_blocks,
         num_swap_blocks=resolved.num_swap_blocks,
     )
     max_model_len = resolved.max_model_len or geometry.context_length
     logger.info(
-        "%s on %s in %s: %d blocks of KV cache, %d of swap, %d tokens of context",
+        "%s in %s: %d blocks of KV cache, %d of swap, %d tokens of context",
         model.name,
-        device,
-        str(dtype).removeprefix("torch."),
+        network.name,
         resolved.num_blocks,
         resolved.num_swap_blocks,
         max_model_len,

@@ -48,8 +48,14 @@ class EngineConfig:
     )
     dtype: str = _option(
         "auto",
-        "Number format of weights and KV cache; auto: float32 on CPU, bfloat16 on CUDA.",
-        choices=("auto", "float32", "bfloat16", "float16"),
+        "Number format of weights and activations; auto: on a CPU int8 where it has instructions "
+        "for it, else bfloat16 or float32; bfloat16 on CUDA.",
+        choices=("auto", "int8", "float32", "bfloat16", "float16"),
+    )
+    kv_cache_dtype: str = _option(
+        "auto",
+        "Number format of the KV cache; auto: as dtype.",
+        choices=("auto", "int8", "float32", "bfloat16"),
     )
     device: str = _option(
         "auto",

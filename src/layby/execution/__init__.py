@@ -10,35 +10,29 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from layby.execution.device import resolve_device, resolve_dtype
+    from layby.execution.device import resolve_device
     from layby.execution.executor import Executor, PositionLogprobs, StepResult, TokenLogprob
     from layby.execution.fake_executor import FakeExecutor
-    from layby.execution.kv_cache import KVCache, blocks_in, bytes_per_block
+    from layby.execution.kv_cache import KVCache
     from layby.execution.torch_executor import TorchExecutor
 
 __all__ = [
-    "blocks_in",
-    "bytes_per_block",
     "Executor",
     "FakeExecutor",
     "KVCache",
     "PositionLogprobs",
     "resolve_device",
-    "resolve_dtype",
     "StepResult",
     "TokenLogprob",
     "TorchExecutor",
 ]
 
 _HOMES = {
-    "blocks_in": "kv_cache",
-    "bytes_per_block": "kv_cache",
     "Executor": "executor",
     "FakeExecutor": "fake_executor",
     "KVCache": "kv_cache",
     "PositionLogprobs": "executor",
     "resolve_device": "device",
-    "resolve_dtype": "device",
     "StepResult": "executor",
     "TokenLogprob": "executor",
     "TorchExecutor": "torch_executor",

@@ -4,37 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import chain
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from layby.models.ops import AttentionBatch, QueryGroup
+from layby.models.network import FlatBatch
 from layby.scheduling.plan import ScheduledSequence
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardBatch:
+class StepBatch:
     """Inputs of the forward pass.
 
     Attributes:
-        token_ids, positions: ``[T]`` int64.
-        attention: Slots and block tables.
+        flat: The rows.
         items: What is computed, in the order of its rows, which differs from the plan's.
-        first_rows: Row at which each item begins.
     """
 
-    token_ids: Tensor
-    positions: Tensor
-    attention: AttentionBatch
+    flat: FlatBatch
     items: list[ScheduledSequence]
-    first_rows: list[int]
 
 
-def build_batch(
-    scheduled: Iterable[ScheduledSequence], *, block_size: int, device: torch.device
-) -> ForwardBatch:
+def build_batch(scheduled: Iterable[ScheduledSequence], *, block_size: int) -> StepBatch:
     """Lay out a step's sequences: equally many rows side by side, longest context first.
 
     Python's work is linear in sequences and blocks; tokens are handled by numpy.
@@ -54,36 +45,26 @@ def build_batch(
     )
     tables = _block_tables(items, starts + counts, block_size)
     row_items = np.repeat(np.arange(len(items)), counts)
-    slots = tables[row_items, positions // block_size] * block_size + positions % block_size
-
-    groups = []
-    first = 0
-    for num_queries, members in groupby(items, key=lambda item: item.num_tokens):
-        size = sum(1 for _ in members)
-        here = slice(first, first + size)
-        width = -(-(int(starts[first]) + num_queries) // block_size)
-        groups.append(
-            QueryGroup(
-                first_row=int(first_rows[first]),
-                num_queries=num_queries,
-                starts=tuple(starts[here].tolist()),
-                block_tables=torch.from_numpy(tables[here, :width]).to(device),
-            )
-        )
-        first += size
-    return ForwardBatch(
-        token_ids=torch.from_numpy(token_ids).to(device),
-        positions=torch.from_numpy(positions).to(device),
-        attention=AttentionBatch(torch.from_numpy(slots).to(device), tuple(groups)),
+    blocks = tables[row_items, positions // block_size].astype(np.int64)
+    return StepBatch(
+        flat=FlatBatch(
+            token_ids=token_ids,
+            positions=positions,
+            slots=blocks * block_size + positions % block_size,
+            first_rows=first_rows.astype(np.int32),
+            num_rows=counts.astype(np.int32),
+            starts=starts.astype(np.int32),
+            block_tables=tables,
+            block_size=block_size,
+        ),
         items=items,
-        first_rows=first_rows.tolist(),
     )
 
 
 def _block_tables(
     items: list[ScheduledSequence], lengths: np.ndarray, block_size: int
 ) -> np.ndarray:
-    """Blocks that hold each item's context, ``[items, longest]`` int64, 0 beyond it.
+    """Blocks that hold each item's context, ``[items, longest]`` int32, 0 beyond it.
 
     Raises:
         ValueError: A block table does not reach to the end of what is to be computed.
@@ -96,13 +77,13 @@ def _block_tables(
                 f"but positions up to {item.start + item.num_tokens - 1} need {count}"
             )
     used = np.arange(needed.max(initial=0)) < needed[:, None]
-    tables = np.zeros(used.shape, dtype=np.int64)
+    tables = np.zeros(used.shape, dtype=np.int32)
     tables[used] = np.fromiter(
         chain.from_iterable(
             item.sequence.block_table[:count]
             for item, count in zip(items, needed.tolist(), strict=True)
         ),
-        dtype=np.int64,
+        dtype=np.int32,
         count=int(needed.sum()),
     )
     return tables

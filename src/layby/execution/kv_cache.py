@@ -9,30 +9,17 @@ import torch
 from torch import Tensor
 
 from layby.errors import ConfigError
-from layby.models.config import ModelConfig
+from layby.models.network import KVFormat
 from layby.scheduling.plan import BlockMove
 
 _STAGED_BLOCKS = 64
 """Blocks that a swap copies at once: bounds the memory it borrows."""
 
 
-def bytes_per_block(config: ModelConfig, *, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block: keys and values of ``block_size`` tokens in all layers."""
-    per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
-    return block_size * per_token * dtype.itemsize
-
-
-def blocks_in(gib: float, config: ModelConfig, *, block_size: int, dtype: torch.dtype) -> int:
-    """How many whole blocks fit in ``gib`` GiB (2^30 bytes)."""
-    size = bytes_per_block(config, block_size=block_size, dtype=dtype)
-    return int(gib * 2**30) // size
-
-
 class KVCache:
     """Blocks on the device and parked blocks in host memory.
 
-    A block is contiguous in either pool, with all of its layers, so that parking it is one copy:
-    ``[blocks, layers, 2, kv_heads, block_size, head_dim]``; index 0 of the third dimension is keys.
+    A block is contiguous in either pool, with all of its layers, so that parking it is one copy.
     Neither pool is initialised: readers must mask what was never written. On a CPU the system hands
     out their pages as they are first written.
 
@@ -45,16 +32,13 @@ class KVCache:
 
     def __init__(
         self,
-        config: ModelConfig,
+        kv_format: KVFormat,
         *,
         num_blocks: int,
         num_swap_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        block = (config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
-        size = bytes_per_block(config, block_size=block_size, dtype=dtype)
+        block, dtype, size = kv_format.shape, kv_format.dtype, kv_format.block_bytes
         on_gpu = device.type == "cuda"
 
         def allocate(what: str, count: int, where: torch.device) -> Tensor:

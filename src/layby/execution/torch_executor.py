@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from layby.execution.batch import ForwardBatch, build_batch
+from layby.execution.batch import StepBatch, build_batch
 from layby.execution.executor import PositionLogprobs, StepResult
 from layby.execution.kv_cache import KVCache
 from layby.execution.sampler import Sampler, describe, sampling_params
-from layby.models.transformer import Transformer
+from layby.models.network import Network
 from layby.scheduling.plan import ScheduledSequence, StepPlan
 from layby.scheduling.request import Sequence
 
@@ -33,16 +33,14 @@ class TorchExecutor:
     """
 
     def __init__(
-        self, model: Transformer, *, block_size: int, num_blocks: int, num_swap_blocks: int
+        self, model: Network, *, block_size: int, num_blocks: int, num_swap_blocks: int
     ) -> None:
         self.model = model
         self.block_size = block_size
         self.cache = KVCache(
-            model.config,
+            model.kv_format(block_size),
             num_blocks=num_blocks,
             num_swap_blocks=num_swap_blocks,
-            block_size=block_size,
-            dtype=model.dtype,
             device=model.device,
         )
         self._sampler = Sampler()
@@ -60,10 +58,8 @@ class TorchExecutor:
         num_samples = sum(len(item.samplers) for item in plan.scheduled)
         result = StepResult([0] * num_samples, failures=failures)
         if scheduled:
-            batch = build_batch(scheduled, block_size=self.block_size, device=self.model.device)
-            hidden = self.model.forward(
-                batch.token_ids, batch.positions, batch.attention, self.cache.pool
-            )
+            batch = build_batch(scheduled, block_size=self.block_size)
+            hidden = self.model.forward(batch.flat, self.cache.pool)
             self._report_prompts(batch, hidden, result)
             self._sample(plan, batch, hidden, result)
         return result
@@ -90,12 +86,12 @@ class TorchExecutor:
         return failures
 
     def _sample(
-        self, plan: StepPlan, batch: ForwardBatch, hidden: Tensor, result: StepResult
+        self, plan: StepPlan, batch: StepBatch, hidden: Tensor, result: StepResult
     ) -> None:
         """Sample every row that the plan wants sampled; fill in ``result``."""
         last_row = {
             id(item): first + item.num_tokens - 1
-            for item, first in zip(batch.items, batch.first_rows, strict=True)
+            for item, first in zip(batch.items, batch.flat.first_rows.tolist(), strict=True)
         }
         rows: list[int] = []
         samplers: list[Sequence] = []
@@ -123,12 +119,12 @@ class TorchExecutor:
             if samples.logprobs:
                 result.logprobs[place] = samples.logprobs[index]
 
-    def _report_prompts(self, batch: ForwardBatch, hidden: Tensor, result: StepResult) -> None:
+    def _report_prompts(self, batch: StepBatch, hidden: Tensor, result: StepResult) -> None:
         """Log-probabilities of prompt tokens, for the requests that ask.
 
         A prompt that is computed again after a preemption is reported again, with the same numbers.
         """
-        for item, first in zip(batch.items, batch.first_rows, strict=True):
+        for item, first in zip(batch.items, batch.flat.first_rows.tolist(), strict=True):
             sequence = item.sequence
             count = sampling_params(sequence).prompt_logprobs
             # The row at position p predicts the token at p + 1. Only the first sample reports.

@@ -21,15 +21,18 @@ from numpy.typing import NDArray
 
 try:
     from layby import _kernels
+    from layby._kernels import AttentionBatch, KvLayout, rope_write
 except ImportError as error:
     _missing: str | None = str(error)
 else:
     _missing = None
 
 __all__ = [
+    "AttentionBatch",
     "Bfloat16Weight",
     "Float32Weight",
     "Int8Weight",
+    "KvLayout",
     "add_rms_norm",
     "add_rms_norm_quant",
     "available",
@@ -38,6 +41,7 @@ __all__ = [
     "isa",
     "num_threads",
     "quantise_rows",
+    "rope_write",
     "set_isa",
     "set_num_threads",
     "silu_mul",

@@ -1,11 +1,12 @@
 """Models: where they come from, what they look like, and their text interface.
 
-``load`` does it all; ``resolve`` and ``pull`` only find or fetch the files. The forward pass lies
+``load`` opens a model; ``resolve`` and ``pull`` only find or fetch the files. The forward pass lies
 in :mod:`layby.models.transformer`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -42,28 +43,34 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model read into memory, on the CPU.
+    """A model found and opened; its weights are read when they are asked for.
 
     Attributes:
         name: The name it is served under.
-        weights: By Hugging Face's tensor names; ``lm_head.weight`` is absent when tied.
         fingerprint: Changes when the model's files do.
     """
 
     name: str
     config: ModelConfig
-    weights: dict[str, torch.Tensor]
     tokenizer: Tokenizer
     chat_template: ChatTemplate
     fingerprint: str
+    _read_weights: Callable[[torch.dtype], dict[str, torch.Tensor]]
+
+    def weights(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Tensors on the CPU by Hugging Face's names; ``lm_head.weight`` is absent when tied.
+
+        Raises:
+            ModelError: They are damaged, or do not fit the configuration.
+        """
+        return self._read_weights(dtype)
 
 
-def load(model: str, *, dtype: torch.dtype, allow_download: bool = False) -> LoadedModel:
-    """Find a model and read it.
+def load(model: str, *, allow_download: bool = False) -> LoadedModel:
+    """Find a model and open it.
 
     Args:
         model: A known name, a path or a hub name; see :func:`layby.models.hub.resolve`.
-        dtype: Of the weights.
         allow_download: Fetch the model if it is not on this machine.
 
     Raises:
@@ -80,17 +87,17 @@ def load(model: str, *, dtype: torch.dtype, allow_download: bool = False) -> Loa
         file = GgufFile(files.path)
         config = gguf_model.read_config(file)
         tokenizer, chat_template = Tokenizer.from_gguf(file), ChatTemplate.from_gguf(file)
-        weights = gguf_model.read_weights(file, config, dtype=dtype)
+
+        def read_weights(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+            return gguf_model.read_weights(file, config, dtype=dtype)
     else:
         config = hf_directory.read_config(files.path)
         tokenizer = Tokenizer.from_directory(files.path)
         chat_template = ChatTemplate.from_directory(files.path)
-        weights = hf_directory.read_weights(files.path, config, dtype=dtype)
+
+        def read_weights(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+            return hf_directory.read_weights(files.path, config, dtype=dtype)
+
     return LoadedModel(
-        name=files.name,
-        config=config,
-        weights=weights,
-        tokenizer=tokenizer,
-        chat_template=chat_template,
-        fingerprint=fingerprint(files),
+        files.name, config, tokenizer, chat_template, fingerprint(files), read_weights
     )

@@ -25,11 +25,15 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from layby.models.network import FlatBatch
 
 CHUNK_TOKENS = 128
 """Context positions that attention handles at once, rounded to whole blocks."""
@@ -66,6 +70,27 @@ class AttentionBatch:
 
     slots: Tensor
     groups: tuple[QueryGroup, ...]
+
+    @classmethod
+    def of(cls, batch: FlatBatch, device: torch.device) -> AttentionBatch:
+        """Group the spans of a batch by their length."""
+        groups = []
+        first = 0
+        for num_queries, members in groupby(batch.num_rows.tolist()):
+            size = sum(1 for _ in members)
+            here = slice(first, first + size)
+            width = -(-(int(batch.starts[first]) + num_queries) // batch.block_size)
+            tables = batch.block_tables[here, :width].astype(np.int64)
+            groups.append(
+                QueryGroup(
+                    first_row=int(batch.first_rows[first]),
+                    num_queries=num_queries,
+                    starts=tuple(batch.starts[here].tolist()),
+                    block_tables=torch.from_numpy(tables).to(device),
+                )
+            )
+            first += size
+        return cls(torch.from_numpy(batch.slots).to(device), tuple(groups))
 
 
 class PagedAttention(Protocol):

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from layby.errors import ModelError
 from layby.models.config import ModelConfig, RopeScaling
+from layby.models.network import FlatBatch, KVFormat
 from layby.models.ops import AttentionBatch, Ops, TorchOps, measure_row_multiple
 
 
 @dataclass(frozen=True, slots=True)
-class _Linear:
+class Linear:
     """Weight ``[out, in]`` and bias ``[out]`` of one projection, or of several fused into one."""
 
     weight: Tensor
@@ -33,13 +34,13 @@ class _Layer:
     """Parameters of one block. ``qkv`` gives all Q heads, then all K heads, then all V heads."""
 
     input_norm: Tensor
-    qkv: _Linear
+    qkv: Linear
     query_norm: Tensor | None
     key_norm: Tensor | None
-    output: _Linear
+    output: Linear
     post_norm: Tensor
-    gate_up: _Linear
-    down: _Linear
+    gate_up: Linear
+    down: Linear
 
 
 class Transformer:
@@ -69,7 +70,7 @@ class Transformer:
         self.config = config
         self.dtype = dtype
         self.device = torch.device(device)
-        reader = _Reader(weights, dtype, self.device)
+        reader = WeightReader(weights, dtype, self.device)
         hidden, vocab = config.hidden_size, config.vocab_size
         self._embedding = reader.take("model.embed_tokens.weight", vocab, hidden)
         self._layers = [_read_layer(reader, config, index) for index in range(config.num_layers)]
@@ -82,22 +83,23 @@ class Transformer:
         self._inverse_frequencies = inverse_frequencies(config).to(self.device)
         self._ops = ops if ops is not None else TorchOps(self._row_multiple())
 
+    @property
+    def name(self) -> str:
+        """See ``Network``."""
+        return f"{str(self.dtype).removeprefix('torch.')} on {self.device.type}, plain torch"
+
+    def kv_format(self, block_size: int) -> KVFormat:
+        """Keys, index 0 of the second dimension, and values, in the model's number format."""
+        config = self.config
+        shape = (config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
+        return KVFormat(shape, self.dtype)
+
     @torch.inference_mode()
-    def forward(
-        self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, pool: Tensor
-    ) -> Tensor:
-        """Run the network over a flat batch and store its keys and values.
-
-        Args:
-            token_ids: ``[T]`` int64.
-            positions: ``[T]`` int64, each token's place in its sequence.
-            batch: Slots and block tables of these rows. All of a layer's keys and values are
-                written before any is read, so a row may attend to what another one stores.
-            pool: KV blocks ``[blocks, layers, 2, Hkv, block_size, head_dim]`` of the model's dtype.
-
-        Returns:
-            ``[T, hidden]``, after the last norm.
-        """
+    def forward(self, batch: FlatBatch, pool: Tensor) -> Tensor:
+        """See ``Network``."""
+        token_ids = torch.from_numpy(batch.token_ids).to(self.device)
+        positions = torch.from_numpy(batch.positions).to(self.device)
+        rows = AttentionBatch.of(batch, self.device)
         config, ops = self.config, self._ops
         num_rows = len(token_ids)
         padding = -num_rows % ops.row_multiple
@@ -105,7 +107,7 @@ class Transformer:
         # The float32 product is what the reference implementations take the cosine of.
         angles = positions.float().unsqueeze(1) * self._inverse_frequencies
         cos, sin = angles.cos(), angles.sin()
-        attention = ops.attention(pool, batch, config.num_heads)
+        attention = ops.attention(pool, rows, config.num_heads)
         heads, kv_heads, eps = config.num_heads, config.num_kv_heads, config.rms_norm_eps
 
         residual = F.embedding(token_ids, self._embedding)
@@ -179,7 +181,7 @@ def _llama3_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     return (1.0 - keep) * frequencies / scaling.factor + keep * frequencies
 
 
-class _Reader:
+class WeightReader:
     """Takes tensors out of a mapping by name, checks them, and notes which were taken."""
 
     def __init__(
@@ -198,11 +200,11 @@ class _Reader:
         self._taken.add(name)
         return tensor.detach().to(self._device, self._dtype)
 
-    def linear(self, prefix: str, outs: Mapping[str, int], size_in: int, *, bias: bool) -> _Linear:
+    def linear(self, prefix: str, outs: Mapping[str, int], size_in: int, *, bias: bool) -> Linear:
         """Projections ``{prefix}.{name}`` of the given widths, one below the other."""
         weights = [self.take(f"{prefix}.{name}.weight", out, size_in) for name, out in outs.items()]
         biases = [self.take(f"{prefix}.{name}.bias", out) for name, out in outs.items() if bias]
-        return _Linear(_stack(weights), _stack(biases) if bias else None)
+        return Linear(_stack(weights), _stack(biases) if bias else None)
 
     def check_nothing_is_left(self) -> None:
         """Refuse weights that the configuration does not know: the model would compute amiss."""
@@ -223,7 +225,7 @@ def _stack(tensors: list[Tensor]) -> Tensor:
     return tensors[0].contiguous() if len(tensors) == 1 else torch.cat(tensors)
 
 
-def _read_layer(reader: _Reader, config: ModelConfig, index: int) -> _Layer:
+def _read_layer(reader: WeightReader, config: ModelConfig, index: int) -> _Layer:
     prefix, hidden, inner = f"model.layers.{index}", config.hidden_size, config.intermediate_size
     queries = config.num_heads * config.head_dim
     keys = config.num_kv_heads * config.head_dim
