@@ -162,7 +162,7 @@ class TestCase06ShortAnswerAfterRecompute:
     @pytest.mark.parametrize("stored", [0, 16, 48, 64])
     def test_wherever_it_is_preempted(self, stored: int) -> None:
         """Before its first token (0, or 16 of a chunked prompt) and on block boundaries."""
-        harness = Harness(num_blocks=20, max_num_batched_tokens=16, max_num_seqs=4)
+        harness = Harness(num_blocks=18, max_num_batched_tokens=16, max_num_seqs=4)
         request = harness.add(p=40, o=80, priority=1)
         if stored:
             while request.sequences[0].num_computed != stored:

@@ -142,6 +142,32 @@ class TestPriorities:
         harness.add(p=16, o=4)
         assert harness.step().preempted == []
 
+    def test_nobody_is_parked_for_a_tokens_share_of_one_step(self) -> None:
+        """With memory to spare, a long prefill of a low class was thrown out again and again."""
+        harness = Harness(num_blocks=2000, max_num_batched_tokens=512, enable_prefix_caching=False)
+        low = harness.add(p=10_000, o=4, priority=1)
+        while not low.is_finished:
+            if harness.scheduler.metrics.requests_accepted < 1 + len(harness.plans) // 3:
+                harness.add(p=8, o=2, priority=0)
+            harness.step()
+        assert low.num_preemptions == 0
+        assert low.finish_time is not None
+        assert low.finish_time < 50
+
+    def test_nobody_is_parked_for_a_newcomer_that_reuses_the_victims_blocks(self) -> None:
+        """They were counted twice, as free of charge and as freed; the newcomer stayed out."""
+        harness = Harness(num_blocks=18, num_swap_blocks=40, watermark=0, max_num_seqs=8)
+        harness.add(p=100, o=30, priority=0)
+        shared = list(range(160))
+        low = harness.add(p=160, o=30, priority=1, prompt=shared)
+        for _ in range(3):
+            harness.step()
+        newcomer = harness.add(p=192, o=1, priority=0, prompt=shared + [7] * 32)
+        plan = harness.step()
+        assert not plan.preempted or newcomer in plan.admitted
+        harness.run()
+        assert low.is_finished
+
     def test_a_more_urgent_waiting_request_goes_ahead_of_parked_ones(self) -> None:
         harness = tiny(num_blocks=6)
         harness.add(p=7, o=12, priority=1)
@@ -163,6 +189,18 @@ class TestWaitingLast:
             pass
         harness.add(p=1, o=1)
         assert plan.admitted == []
+
+    def test_a_long_prompt_leaves_half_of_a_step_to_those_who_wait(self) -> None:
+        """A short request came behind all the steps of a long prefill of its own class."""
+        harness = Harness(num_blocks=2000, max_num_batched_tokens=512)
+        long = harness.add(p=10_000, o=2)
+        harness.step()
+        short = harness.add(p=100, o=2)
+        plan = harness.step()
+        assert plan.admitted == [short]
+        tokens = {item.sequence.request: item.num_tokens for item in plan.scheduled}
+        assert tokens == {long: 412, short: 100}  # and gets back what the short one did not need
+        harness.run()
 
     def test_decode_and_prefill_share_a_step(self) -> None:
         harness = tiny(num_blocks=20)
@@ -383,6 +421,44 @@ class TestEnding:
         with pytest.raises(ValueError, match="samples 1 tokens, got 2"):
             scheduler.update(plan, [1, 2])
 
+    def test_a_plan_is_taken_once_and_in_turn(self) -> None:
+        scheduler = Scheduler(SchedulerConfig(num_blocks=4))
+        scheduler.add_request(Request("a", [1], max_tokens=9))
+        plan = scheduler.schedule()
+        with pytest.raises(RuntimeError, match="step 1 was scheduled and not updated"):
+            scheduler.schedule()
+        scheduler.update(plan, [1])
+        with pytest.raises(ValueError, match="step 1 is not the one"):
+            scheduler.update(plan, [1])
+
+    def test_a_sample_without_output_cannot_be_ended(self) -> None:
+        scheduler = Scheduler(SchedulerConfig(num_blocks=4))
+        request = Request("a", [1], max_tokens=2, n=2)
+        scheduler.add_request(request)
+        with pytest.raises(ValueError, match="has no output"):
+            scheduler.finish_sequence(request.sequences[0])
+
+    def test_a_step_that_breaks_off_leaves_no_false_content_behind(self) -> None:
+        """Blocks being swapped in were findable before the copy was made."""
+        harness = tiny(num_blocks=6)
+        first = harness.add(p=7, o=12)
+        parked = harness.add(p=7, o=12)
+        park(harness, parked)
+        scheduler = harness.scheduler
+        scheduler.abort(first.request_id)
+        plan = scheduler.schedule()
+        assert plan.swap_in
+        for move in plan.swap_in:
+            assert move.dst not in scheduler.device_pool._content
+
+    def test_a_clock_that_goes_back_gives_no_negative_durations(self) -> None:
+        harness = tiny(num_blocks=6)
+        harness.add(p=7, o=12)
+        park(harness, harness.add(p=7, o=12))
+        harness.now -= 1000
+        harness.run()
+        assert harness.scheduler.metrics.swapped_s_total >= 0
+
     def test_a_request_aborted_between_plan_and_update_stays_aborted(self) -> None:
         scheduler = Scheduler(SchedulerConfig(num_blocks=4))
         scheduler.add_request(Request("a", [1], max_tokens=9))
@@ -404,8 +480,11 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("fields", "message"),
         [
-            ({"num_blocks": 0}, "num_blocks must be at least 1, got 0"),
-            ({"num_blocks": 4, "watermark": -1.0}, "watermark must be at least 0"),
+            ({"num_blocks": 0}, "num_blocks must be an integer of at least 1, got 0"),
+            ({"num_blocks": 4, "watermark": -1.0}, "watermark must be a finite number"),
+            ({"num_blocks": 4, "watermark": float("nan")}, "watermark must be a finite number"),
+            ({"num_blocks": 2.5}, "num_blocks must be an integer of at least 1, got 2.5"),
+            ({"num_blocks": 4, "max_num_seqs": True}, "max_num_seqs must be an integer"),
             ({"num_blocks": 4, "policy": "fifo"}, "policy must be one of swapped-first"),
             ({"num_blocks": 4, "preemption_mode": "no"}, "preemption_mode must be one of auto"),
             (
@@ -427,10 +506,24 @@ class TestRefusals:
             with pytest.raises(InvalidRequestError) as refusal:
                 scheduler.add_request(Request("a", [1], **fields))  # type: ignore[arg-type]
             assert refusal.value.param == param
-        for prompt, max_tokens, param in (([], 1, "prompt"), ([1], 0, "max_tokens")):
+        for fields, param in (
+            ({"prompt": []}, "prompt"),
+            ({"prompt": [2**70]}, "prompt"),
+            ({"prompt": ["a"]}, "prompt"),
+            ({"max_tokens": 0}, "max_tokens"),
+            ({"n": 2.5}, "n"),
+            ({"priority": "a"}, "priority"),
+            ({"priority": float("nan")}, "priority"),
+            ({"arrival_time": float("nan")}, "arrival_time"),
+        ):
             with pytest.raises(InvalidRequestError) as refusal:
-                Request("a", prompt, max_tokens=max_tokens)
+                Request("a", **({"prompt": [1], "max_tokens": 1} | fields))  # type: ignore[arg-type]
             assert refusal.value.param == param
+        ended = Request("b", [1], max_tokens=1)
+        scheduler.add_request(ended)
+        scheduler.abort("b")
+        with pytest.raises(InvalidRequestError, match="was added before and is finished"):
+            scheduler.add_request(ended)
         scheduler.add_request(Request("a", [1], max_tokens=1))
         with pytest.raises(InvalidRequestError, match="'a' is already being served"):
             scheduler.add_request(Request("a", [1], max_tokens=1))

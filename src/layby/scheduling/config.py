@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from layby.errors import ConfigError
@@ -54,12 +55,17 @@ class SchedulerConfig:
             ("max_num_seqs", 1),
             ("max_num_batched_tokens", 1),
             ("max_model_len", 1),
-            ("watermark", 0),
             ("max_queue", 0),
         ):
             value = getattr(self, name)
-            if value is not None and value < low:
-                raise ConfigError(f"{name} must be at least {low}, got {value}")
+            if value is None and name in ("max_model_len", "max_queue"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+                raise ConfigError(f"{name} must be an integer of at least {low}, got {value!r}")
+        if not (isinstance(self.watermark, int | float) and 0 <= self.watermark < math.inf):
+            raise ConfigError(
+                f"watermark must be a finite number from 0 up, got {self.watermark!r}"
+            )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "

@@ -50,6 +50,7 @@ class KVMemory:
         # Swap blocks being read by the step in flight: swap-outs are executed before swap-ins, so
         # within one step they must not be handed out again.
         self._leaving: list[int] = []
+        self._arriving: list[tuple[int, bytes]] = []  # device blocks being filled by it
 
     # --- sizes ---
 
@@ -93,10 +94,17 @@ class KVMemory:
         """Different swap blocks in the request's tables."""
         return len({slot for seq in request.sequences for slot in seq.swap_table})
 
-    def freed_by(self, request: Request) -> int:
-        """Device blocks that would become free if the request left."""
-        holders = Counter(block for seq in request.sequences for block in seq.block_table)
-        return sum(self.device.ref_count(block) == count for block, count in holders.items())
+    def would_fit(self, newcomer: Request, *, without: list[Request], headroom: int) -> bool:
+        """Whether a waiting request could be admitted if ``without`` had left the device.
+
+        Cached blocks that only they hold would be free, so the newcomer would have to take them.
+        """
+        holders = Counter(b for r in without for seq in r.sequences for b in seq.block_table)
+        freed = {block for block, count in holders.items() if self.device.ref_count(block) == count}
+        placements = self._place(newcomer)
+        reused = {block for placed in placements for block in placed.cached}
+        needed = self._need(placements) + len(reused & freed)
+        return needed + headroom <= self.device.num_free + len(freed)
 
     # --- waiting → device ---
 
@@ -339,9 +347,12 @@ class KVMemory:
             placed.update(seq.swap_table)
             self._leaving += seq.swap_table
             seq.swap_table = []
-        for (_, address), block in zip(missing, new_blocks, strict=True):
-            if address is not None:
-                self.device.publish(block, address)
+        # Findable when the moves are done: a step that breaks off must not leave a false promise.
+        self._arriving += [
+            (block, address)
+            for (_, address), block in zip(missing, new_blocks, strict=True)
+            if address is not None
+        ]
         return moves
 
     def _address(self, seq: Sequence, place: int) -> bytes | None:
@@ -356,9 +367,14 @@ class KVMemory:
         return None if address is None else self.device.find(address)
 
     def settle(self) -> None:
-        """The step's moves are done: swap blocks that were read may be used again."""
+        """The step's moves are done: swap blocks that were read may be used again, and device
+        blocks that were filled can be found."""
         leaving, self._leaving = self._leaving, []
+        arriving, self._arriving = self._arriving, []
         self.swap.release(leaving)
+        for block, address in arriving:
+            if self.device.ref_count(block):  # else its request was aborted in the meantime
+                self.device.publish(block, address)
 
     # --- leaving ---
 

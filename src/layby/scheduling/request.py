@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from array import array
 from collections.abc import Iterable
 from enum import Enum
@@ -147,6 +148,18 @@ class Sequence:
         )
 
 
+def _check_integers(request_id: str, **counts: int) -> None:
+    """``min_tokens`` may be 0, the others are at least 1."""
+    for name, value in counts.items():
+        low = 0 if name == "min_tokens" else 1
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            raise InvalidRequestError(
+                f"{name} of request {request_id} must be an integer of at least {low}, "
+                f"got {value!r}",
+                param=name,
+            )
+
+
 class Request:
     """One call by a user; its sequences are scheduled and parked together.
 
@@ -167,7 +180,8 @@ class Request:
         payload: Anything the executor needs to know; never looked at here.
 
     Raises:
-        InvalidRequestError: The prompt is empty, or a count is out of range.
+        InvalidRequestError: The prompt is empty or holds something else than token ids, or a
+            number is out of range or no number at all.
     """
 
     __slots__ = (
@@ -209,15 +223,27 @@ class Request:
         payload: object = None,
     ) -> None:
         tokens = list(prompt)
-        for name, value, low in (
-            ("prompt", len(tokens), 1),
-            ("max_tokens", max_tokens, 1),
-            ("n", n, 1),
-            ("min_tokens", min_tokens, 0),
-        ):
-            if value < low:
-                what = "holds no tokens" if name == "prompt" else f"is {value}, below {low}"
-                raise InvalidRequestError(f"{name} of request {request_id} {what}", param=name)
+        if not tokens:
+            raise InvalidRequestError(
+                f"the prompt of request {request_id} is empty", param="prompt"
+            )
+        _check_integers(request_id, max_tokens=max_tokens, n=n, min_tokens=min_tokens)
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise InvalidRequestError(
+                f"priority of request {request_id} must be an integer, got {priority!r}",
+                param="priority",
+            )
+        if arrival_time is not None and not math.isfinite(arrival_time):
+            raise InvalidRequestError(
+                f"arrival_time of request {request_id} is {arrival_time}", param="arrival_time"
+            )
+        try:
+            array("q", tokens)  # what prefixes are hashed as
+        except (TypeError, OverflowError) as error:
+            raise InvalidRequestError(
+                f"the prompt of request {request_id} must hold 64-bit token ids: {error}",
+                param="prompt",
+            ) from None
         self.request_id = request_id
         self.num_prompt_tokens = len(tokens)
         self.max_tokens = max_tokens

@@ -91,7 +91,9 @@ class Scheduler:
         self.metrics = SchedulerMetrics()
         self._num_steps = 0
         self._num_added = 0
+        self._open_plan: StepPlan | None = None
         self._num_queued_seqs = 0  # samples of requests that were never admitted
+        self._num_placed_seqs = 0  # live sequences of all others
 
     # --- coming in ---
 
@@ -99,13 +101,19 @@ class Scheduler:
         """Put a new request in the waiting queue.
 
         Raises:
-            InvalidRequestError: Its id is taken, or it wants more samples or tokens than allowed.
+            InvalidRequestError: Its id is taken, it has been added before, or it wants more
+                samples or tokens than allowed.
             RequestTooLargeError: It would not fit in the device pool even alone.
             QueueFullError: ``max_queue`` is reached.
         """
         if request.request_id in self.requests:
             raise InvalidRequestError(
                 f"a request with id {request.request_id!r} is already being served",
+                param="request_id",
+            )
+        if request.order or request.status is not RequestStatus.WAITING:
+            raise InvalidRequestError(
+                f"request {request.request_id!r} was added before and is {request.status.value}",
                 param="request_id",
             )
         self._check_size(request)
@@ -152,12 +160,11 @@ class Scheduler:
         limit = self.config.max_queue
         if limit is None or self._num_queued_seqs + request.n <= limit:
             return
-        placed = sum(r.num_live_seqs for r in self.requests.values()) - self._num_queued_seqs
-        free_places = max(0, self.config.max_num_seqs - placed)
+        free_places = max(0, self.config.max_num_seqs - self._num_placed_seqs)
         if self._num_queued_seqs + request.n > limit + free_places:
             raise QueueFullError(
-                f"{self._num_queued_seqs} sequences are queued behind {placed} that hold a place; "
-                f"{request.n} more would exceed the queue's limit of {limit}"
+                f"the queue is full: sequences waiting {self._num_queued_seqs}, with a place "
+                f"{self._num_placed_seqs}, asked for {request.n}, limit of the queue {limit}"
             )
 
     def max_output_tokens(self, num_prompt_tokens: int, n: int = 1) -> int:
@@ -175,7 +182,11 @@ class Scheduler:
     # --- one step ---
 
     def schedule(self) -> StepPlan:
-        """Decide one step. The plan must be executed, and ``update`` called, before the next."""
+        """Decide one step. The plan must be executed, and ``update`` called, before the next.
+
+        Raises:
+            RuntimeError: ``update`` has not been called for the plan before.
+        """
         step = self._stand_fast()
         for phase in self.policy.phases:
             match phase:
@@ -185,11 +196,14 @@ class Scheduler:
                     self._schedule_running(step)  # give running work its next tokens
                 case Phase.WAITING:
                     self._schedule_waiting(step)  # admit new work with what is left
+        self._spend_rest(step)
         return self._commit_step(step)
 
     def _stand_fast(self) -> _Step:
         """Running work keeps its place: a seat and a token per sequence, and the blocks it needs
         for this step, are its own before anybody else is looked at."""
+        if self._open_plan is not None:
+            raise RuntimeError(f"step {self._open_plan.step} was scheduled and not updated")
         self._num_steps += 1
         self._attended.update(self._steady.take_due(self._num_steps))
         step = _Step(
@@ -212,6 +226,7 @@ class Scheduler:
         metrics = self.metrics
         metrics.swapped_queue_size_max = max(metrics.swapped_queue_size_max, len(self.swapped))
         metrics.kv_usage_max = max(metrics.kv_usage_max, self.memory.device.usage)
+        self._open_plan = plan
         return plan
 
     def _schedule_swapped(self, step: _Step) -> None:
@@ -327,8 +342,13 @@ class Scheduler:
         self.metrics.count_preemption(mode)
 
     def _make_room(self, newcomer: Request, step: _Step) -> None:
-        """Preempt running work of less urgent classes for a newcomer, if that gets him in."""
-        if not self.policy.parks_for_urgent:
+        """Preempt running work of less urgent classes for a newcomer, if that gets him in.
+
+        Only for blocks and seats. Tokens are there again in the next step.
+        """
+        if not self.policy.parks_for_urgent or step.budget.remaining_tokens < len(
+            newcomer.ready_sequences
+        ):
             return
         candidates = [
             request
@@ -337,18 +357,12 @@ class Scheduler:
         ]
         if not candidates:
             return
-        spare = SchedulingBudget(
-            step.budget.token_budget,
-            step.budget.max_num_seqs,
-            step.budget.curr_tokens - sum(self._tokens_of(r, step) for r in candidates),
-            step.budget.curr_seqs - sum(r.num_live_seqs for r in candidates),
-        )
-        needed = self.memory.admission_need(newcomer)
-        freed = sum(self.memory.freed_by(request) for request in candidates)
-        staying = [request for request in self.running if request not in candidates]
-        headroom = self.policy.headroom_blocks(self.memory, staying, num_seqs=spare.curr_seqs)
-        if needed + headroom > self.memory.device.num_free + freed or not spare.can_schedule(
-            num_tokens=len(newcomer.ready_sequences), num_seqs=newcomer.num_live_seqs
+        leaving = set(candidates)
+        staying = [request for request in self.running if request not in leaving]
+        seats = step.budget.curr_seqs - sum(request.num_live_seqs for request in candidates)
+        headroom = self.policy.headroom_blocks(self.memory, staying, num_seqs=seats)
+        if seats + newcomer.num_live_seqs > step.budget.max_num_seqs or not self.memory.would_fit(
+            newcomer, without=candidates, headroom=headroom
         ):
             return
         while candidates and self._can_admit(newcomer, step) is Fit.LATER:
@@ -386,10 +400,11 @@ class Scheduler:
         self.waiting.remove(request)
         if request.num_preemptions == 0:
             self._num_queued_seqs -= request.n
+            self._num_placed_seqs += request.num_live_seqs
 
     def _end_parking(self, request: Request, now: float) -> None:
         assert request.swapped_since is not None
-        duration_s = now - request.swapped_since
+        duration_s = max(0.0, now - request.swapped_since)
         request.swapped_since = None
         request.swapped_s += duration_s
         self.metrics.count_swapped(duration_s)
@@ -404,22 +419,43 @@ class Scheduler:
     def _plan_tokens(self, request: Request, step: _Step) -> None:
         """Take the request's blocks and plan as many of its tokens as the budget still pays.
 
-        The first token of each sequence is paid for already; an unfinished prefill takes more.
+        The first token of each sequence is paid for already; an unfinished prefill takes more. A
+        prompt that takes several steps anyway leaves half of what is left to those who wait, so
+        that a long job does not block short ones.
         """
         step.planned.add(request)
         step.plan.copy += self.memory.grow(request)
         for seq in request.ready_sequences:
+            item = ScheduledSequence(seq, seq.num_computed, 1, ())
             missing = seq.num_tokens - seq.num_computed
-            extra = min(missing - 1, step.budget.remaining_tokens)
-            step.budget.add(num_tokens=extra, num_seqs=0)
-            samplers: tuple[Sequence, ...] = ()
-            if extra == missing - 1:
-                if not request.has_forked:
-                    request.fork()
-                    samplers = tuple(request.sequences)
-                else:
-                    samplers = (seq,)
-            step.scheduled.append(ScheduledSequence(seq, seq.num_computed, 1 + extra, samplers))
+            share = step.budget.remaining_tokens
+            if missing > step.budget.token_budget and len(self.waiting):
+                share //= 2
+            self._extend(item, share, step)
+            step.scheduled.append(item)
+
+    def _spend_rest(self, step: _Step) -> None:
+        """What nobody came for goes to the prefills that left it."""
+        for item in step.scheduled:
+            if step.budget.remaining_tokens == 0:
+                return
+            if not item.samplers:
+                self._extend(item, step.budget.remaining_tokens, step)
+
+    def _extend(self, item: ScheduledSequence, most_tokens: int, step: _Step) -> None:
+        """Plan up to so many more tokens of a sequence, and its sampling if it ends there."""
+        seq, request = item.sequence, item.sequence.request
+        missing = seq.num_tokens - item.start - item.num_tokens
+        extra = min(missing, most_tokens)
+        step.budget.add(num_tokens=extra, num_seqs=0)
+        item.num_tokens += extra
+        if extra < missing:
+            return
+        if not request.has_forked:
+            request.fork()
+            item.samplers = tuple(request.sequences)
+        else:
+            item.samplers = (seq,)
 
     def _tokens_of(self, request: Request, step: _Step) -> int:
         """Tokens the step has promised or planned for the request."""
@@ -452,11 +488,14 @@ class Scheduler:
             tokens: One token id for every sampler, in plan order.
 
         Raises:
-            ValueError: The number of tokens is not the number of samplers.
+            ValueError: The plan is another one, or the number of tokens is not that of samplers.
         """
+        if plan is not self._open_plan:
+            raise ValueError(f"step {plan.step} is not the one that was scheduled last")
         if len(tokens) != plan.num_samples:
             raise ValueError(f"the plan samples {plan.num_samples} tokens, got {len(tokens)}")
         now = self.clock()
+        self._open_plan = None
         self.memory.settle()
         finished: list[Request] = []
         self._update_steady(plan, tokens, now, finished)
@@ -535,6 +574,7 @@ class Scheduler:
         """End one sequence; True if that ends its request."""
         request = seq.request
         seq.finish_reason = reason
+        self._num_placed_seqs -= 1
         self.memory.release(seq)
         if request.num_live_seqs:
             return False
@@ -548,9 +588,14 @@ class Scheduler:
         """End one sequence between steps (a stop string was found); True if its request ends.
 
         A sequence that has ended already is left alone.
+
+        Raises:
+            ValueError: It has no output yet, so that nothing can have been found in it.
         """
         if seq.is_finished:
             return False
+        if seq.num_output_tokens == 0:
+            raise ValueError(f"{seq!r} has no output to end")
         return self._end_sequence(seq, reason, self.clock())
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> Request | None:
@@ -562,9 +607,11 @@ class Scheduler:
         request = self.requests.get(request_id)
         if request is None:
             return None
+        num_live = request.num_live_seqs
+        self._finish(request, self.clock())
+        self._num_placed_seqs -= num_live
         for seq in request.live_sequences:
             seq.finish_reason = reason
-        self._finish(request, self.clock())
         self.metrics.requests_aborted += 1
         return request
 
@@ -597,6 +644,8 @@ class Scheduler:
         steady = {item.sequence.request for item in self._steady.turns()}
         assert steady | self._attended == set(self.running)
         assert not steady & self._attended
+        placed = [r for r in self.requests.values() if r.num_preemptions or r not in self.waiting]
+        assert self._num_placed_seqs == sum(r.num_live_seqs for r in placed)
         assert self._num_queued_seqs == sum(r.n for r in self.waiting if r.num_preemptions == 0)
         for request in self.requests.values():
             assert request in queues[request.status]
