@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 
 import torch
 
+from layby import kernels
 from layby.execution.torch_executor import TorchExecutor
+from layby.models.compiled import CompiledTransformer, pack_model
 from layby.models.config import ModelConfig
+from layby.models.network import Network
 from layby.models.transformer import Transformer
 from layby.sampling_params import SamplingParams
 from layby.scheduling.plan import ScheduledSequence, StepPlan
@@ -58,6 +62,29 @@ def random_weights(config: ModelConfig, seed: int = 0) -> dict[str, torch.Tensor
             scale = torch.rand(hidden, generator=generator) + 0.5
             weights[f"model.layers.{layer}.{name}.weight"] = scale
     return weights
+
+
+NETWORKS = [
+    "torch float32",
+    "torch bfloat16",
+    *(["compiled int8", "compiled bfloat16", "compiled float32"] if kernels.available() else []),
+]
+"""Kernels and number format."""
+
+
+def make_network(config: ModelConfig, weights: Mapping[str, torch.Tensor], kind: str) -> Network:
+    """One of ``NETWORKS``; its KV cache has the format of its weights."""
+    kernels_name, dtype = kind.split()
+    if kernels_name == "torch":
+        return Transformer(config, weights, dtype=getattr(torch, dtype))
+    return CompiledTransformer(config, pack_model(config, weights, dtype), kv_dtype=dtype)
+
+
+def poisoned_pool(model: Network, num_blocks: int, block_size: int) -> torch.Tensor:
+    """A pool that holds NaN, or the largest integers, wherever nothing was written."""
+    kv_format = model.kv_format(block_size)
+    pool = torch.empty((num_blocks, *kv_format.shape), dtype=kv_format.dtype)
+    return pool.fill_(255 if kv_format.dtype == torch.uint8 else float("nan"))
 
 
 def make_executor(

@@ -15,10 +15,18 @@ import torch.nn.functional as F
 
 from layby.execution.batch import build_batch
 from layby.models.config import ModelConfig
+from layby.models.network import Network
 from layby.models.ops import TorchOps
-from layby.models.transformer import Transformer
 from layby.scheduling.plan import ScheduledSequence
-from tests.execution.harness import Blocks, make_sequence, random_tokens, random_weights
+from tests.execution.harness import (
+    NETWORKS,
+    Blocks,
+    make_network,
+    make_sequence,
+    poisoned_pool,
+    random_tokens,
+    random_weights,
+)
 
 SMOLLM2 = ModelConfig(
     architecture="llama",
@@ -42,11 +50,9 @@ NUM_BLOCKS = 96
 class Run:
     """Forward passes over one NaN-filled pool, keeping hidden states and logits by position."""
 
-    def __init__(self, model: Transformer, prompts: list[list[int]], seed: int) -> None:
-        config = model.config
-        shape = (config.num_layers, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
+    def __init__(self, model: Network, prompts: list[list[int]], seed: int) -> None:
         self.model = model
-        self.pool = torch.full((NUM_BLOCKS, *shape), float("nan"), dtype=model.dtype)
+        self.pool = poisoned_pool(model, NUM_BLOCKS, BLOCK_SIZE)
         blocks = Blocks(NUM_BLOCKS, seed)
         self.sequences = [
             make_sequence(str(i), prompt, block_table=blocks.take(-(-len(prompt) // BLOCK_SIZE)))
@@ -80,10 +86,10 @@ class Run:
         ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rows_have_the_same_bits_in_every_batch_and_every_chunking(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kind", NETWORKS)
+def test_rows_have_the_same_bits_in_every_batch_and_every_chunking(kind: str) -> None:
     """Last bits decide near-ties; one that moves with the batch makes parking visible in text."""
-    model = Transformer(SMOLLM2, random_weights(SMOLLM2), dtype=dtype)
+    model = make_network(SMOLLM2, random_weights(SMOLLM2), kind)
     prompts = [random_tokens(n, SMOLLM2.vocab_size, seed=n) for n in LENGTHS]
     alone = Run(model, prompts, seed=0)
     for i, prompt in enumerate(prompts):
@@ -108,15 +114,16 @@ def test_rows_have_the_same_bits_in_every_batch_and_every_chunking(dtype: torch.
             assert torch.equal(found[1], wanted[1]), f"logits of length {length}, {sizes}"
 
 
-def test_a_finished_neighbour_full_of_nan_leaves_other_rows_alone() -> None:
+@pytest.mark.parametrize("kind", NETWORKS)
+def test_a_finished_neighbour_full_of_nan_leaves_other_rows_alone(kind: str) -> None:
     """Zero times NaN is NaN: stale garbage in a block must be masked, not weighted with zero."""
-    model = Transformer(SMOLLM2, random_weights(SMOLLM2))
+    model = make_network(SMOLLM2, random_weights(SMOLLM2), kind)
     prompts = [random_tokens(140, SMOLLM2.vocab_size, seed=i) for i in range(3)]
     clean, dirty = Run(model, prompts, seed=0), Run(model, prompts, seed=0)
     clean.pool.zero_()
     for run in (clean, dirty):
         run.step({0: 140, 1: 100, 2: 1})
-        run.pool[run.sequences[2].block_table] = float("nan")
+        run.pool[run.sequences[2].block_table] = poisoned_pool(model, 1, BLOCK_SIZE)[0]
         run.step({1: 40})
     for i in (0, 1):
         assert torch.equal(clean.results()[i][1], dirty.results()[i][1])

@@ -11,9 +11,19 @@ import torch
 from layby.errors import ModelError
 from layby.execution.batch import build_batch
 from layby.models.config import ModelConfig, RopeScaling
+from layby.models.network import Network
 from layby.models.transformer import Transformer
 from layby.scheduling.plan import ScheduledSequence
-from tests.execution.harness import TINY, Blocks, make_sequence, random_tokens, random_weights
+from tests.execution.harness import (
+    NETWORKS,
+    TINY,
+    Blocks,
+    make_network,
+    make_sequence,
+    poisoned_pool,
+    random_tokens,
+    random_weights,
+)
 
 transformers = pytest.importorskip("transformers")
 
@@ -88,13 +98,11 @@ def build_oracle(kind: str, options: dict[str, Any]) -> Any:
     return oracle
 
 
-def run(model: Transformer, tokens: list[int], cuts: list[int]) -> torch.Tensor:
-    """Logits of all positions, computed in chunks of the given sizes over a NaN-filled pool."""
-    config, block_size = model.config, 4
-    pool = torch.full(
-        (128, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim), float("nan")
-    )
-    sequence = make_sequence("a", tokens, block_table=Blocks(128).take(-(-len(tokens) // 4)))
+def run(model: Network, tokens: list[int], cuts: list[int], block_size: int) -> torch.Tensor:
+    """Logits of all positions, computed in chunks of the given sizes over a poisoned pool."""
+    pool = poisoned_pool(model, 128, block_size)
+    table = Blocks(128).take(-(-len(tokens) // block_size))
+    sequence = make_sequence("a", tokens, block_table=table)
     logits, start = [], 0
     for count in cuts:
         batch = build_batch(
@@ -108,17 +116,26 @@ def run(model: Transformer, tokens: list[int], cuts: list[int]) -> torch.Tensor:
     return torch.cat(logits)
 
 
+@pytest.mark.parametrize("network", ["torch float32", "compiled float32"])
 @pytest.mark.parametrize("name", CASES)
-def test_logits_are_those_of_transformers_however_the_prompt_is_cut(name: str) -> None:
+def test_logits_are_those_of_transformers_however_the_prompt_is_cut(
+    name: str, network: str
+) -> None:
     """A wrong rotation, head order, norm or mask shows in the logits of some position."""
+    if network not in NETWORKS:
+        pytest.skip("this installation lacks the compiled kernels")
     kind, options, changes = CASES[name]
+    block_size = 4
+    if network == "compiled float32":  # whose heads and blocks are multiples of 16
+        block_size = 16
+        options, changes = {"head_dim": 16} | options, {"head_dim": 16} | changes
     oracle = build_oracle(kind, options)
-    model = Transformer(replace(TINY, **changes), _weights_of(oracle))
+    model = make_network(replace(TINY, **changes), _weights_of(oracle), network)
     tokens = random_tokens(200, TINY.vocab_size)
     with torch.no_grad():
         expected = oracle(torch.tensor([tokens])).logits[0]
     for cuts in ([200], [70, 130], [190] + [1] * 10, [1] * 200):
-        found = run(model, tokens, cuts)
+        found = run(model, tokens, cuts, block_size)
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 

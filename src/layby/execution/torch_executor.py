@@ -85,9 +85,7 @@ class TorchExecutor:
                 )
         return failures
 
-    def _sample(
-        self, plan: StepPlan, batch: StepBatch, hidden: Tensor, result: StepResult
-    ) -> None:
+    def _sample(self, plan: StepPlan, batch: StepBatch, hidden: Tensor, result: StepResult) -> None:
         """Sample every row that the plan wants sampled; fill in ``result``."""
         last_row = {
             id(item): first + item.num_tokens - 1

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,20 +53,22 @@ F32 = NDArray[np.float32]
 I8 = NDArray[np.int8]
 
 _log = logging.getLogger(__name__)
-_said_missing = False
 
 
 def available() -> bool:
-    """Whether the kernels can be used here. The first "no" is logged with its reason."""
-    global _said_missing
-    if _missing is not None and not _said_missing:
-        _said_missing = True
-        _log.warning(
-            "the compiled kernels are missing (%s): slower ones do the work; to build them, install "
-            "Layby again where a C++ compiler is found",
-            _missing,
-        )
+    """Whether the kernels can be used here. A "no" is logged, once, with its reason."""
+    if _missing is not None:
+        _say_missing()
     return _missing is None
+
+
+@cache
+def _say_missing() -> None:
+    _log.warning(
+        "the compiled kernels are missing (%s): slower ones do the work; to build them, install "
+        "Layby again where a C++ compiler is found",
+        _missing,
+    )
 
 
 def features() -> frozenset[str]:

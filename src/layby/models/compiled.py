@@ -57,11 +57,11 @@ class PackedModel:
     """All parameters in the layout of the kernels.
 
     Attributes:
-        embedding: ``[vocab, hidden]`` float16, which holds what it was quantised from.
+        embedding: ``[vocab, hidden]``; float16 beside int8 weights, else float32.
     """
 
     precision: str
-    embedding: NDArray[np.float16]
+    embedding: NDArray[np.float16] | F32
     layers: tuple[Layer, ...]
     final_norm: F32
     head: Projection
@@ -124,7 +124,7 @@ def pack_model(config: ModelConfig, weights: Mapping[str, Tensor], precision: st
     reader.check_nothing_is_left()
     return PackedModel(
         precision=precision,
-        embedding=embedding.half().numpy(),
+        embedding=(embedding.half() if precision == "int8" else embedding).contiguous().numpy(),
         layers=tuple(layers),
         final_norm=final_norm,
         head=Projection(_pack(head, precision), None, config.vocab_size),
@@ -153,7 +153,9 @@ class CompiledTransformer:
 
     def __init__(self, config: ModelConfig, model: PackedModel, *, kv_dtype: str) -> None:
         if not kernels.available():
-            raise ConfigError("dtype int8 needs the compiled kernels, which this installation lacks")
+            raise ConfigError(
+                "dtype int8 needs the compiled kernels, which this installation lacks"
+            )
         if config.head_dim % 16 or config.head_dim > 256:
             raise ConfigError(
                 f"the compiled kernels need head_dim to be a multiple of 16, at most 256; "
@@ -292,7 +294,9 @@ class _Workspace:
             "qkv": floats((heads + 2 * kv_heads) * dim),
             "attended": floats(heads * dim),
             "gate_up": floats(2 * inner),
-            "queries": np.empty((capacity, heads * dim), np.int8 if quantised_queries else np.float32),
+            "queries": np.empty(
+                (capacity, heads * dim), np.int8 if quantised_queries else np.float32
+            ),
         }
         if quantised_queries:
             self._buffers["query_scales"] = floats(heads)

@@ -82,7 +82,9 @@ def _why_not_compiled(
     if "float16" in (dtype, kv_dtype):
         return "the compiled kernels have no float16"
     if model.config.head_dim % 16 or model.config.head_dim > 256:
-        return f"they need head_dim to be a multiple of 16, 256 at most, not {model.config.head_dim}"
+        return (
+            f"they need head_dim to be a multiple of 16, 256 at most, not {model.config.head_dim}"
+        )
     if block_size % 16:
         return f"they need block_size to be a multiple of 16, not {block_size}"
     return None
