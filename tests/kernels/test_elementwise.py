@@ -86,7 +86,11 @@ def test_add_rms_norm(rows: int, width: int, with_delta: bool) -> None:
     np.testing.assert_array_equal(updated, expected)
     np.testing.assert_allclose(out, reference_norm(expected, weight), rtol=2e-6, atol=1e-12)
 
-    updated, q, scale = residual.copy(), np.empty((rows, width), np.int8), np.empty(rows, np.float32)
+    updated, q, scale = (
+        residual.copy(),
+        np.empty((rows, width), np.int8),
+        np.empty(rows, np.float32),
+    )
     kernels.add_rms_norm_quant(updated, delta, weight, EPS, q, scale)
     np.testing.assert_array_equal(updated, expected)
     expected_q, expected_scale = quantised(out)

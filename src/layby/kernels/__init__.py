@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 try:
-    from layby import _kernels
+    import layby._kernels as _kernels
 except ImportError as error:
     _missing: str | None = str(error)
 else:
@@ -48,17 +49,15 @@ F32 = NDArray[np.float32]
 I8 = NDArray[np.int8]
 
 _log = logging.getLogger(__name__)
-_said_missing = False
 
 
+@cache
 def available() -> bool:
-    """Whether the kernels can be used here. The first "no" is logged with its reason."""
-    global _said_missing
-    if _missing is not None and not _said_missing:
-        _said_missing = True
+    """Whether the kernels can be used here. If not, the first call logs why."""
+    if _missing is not None:
         _log.warning(
-            "the compiled kernels are missing (%s): slower ones do the work; to build them, install "
-            "Layby again where a C++ compiler is found",
+            "the compiled kernels are missing (%s): slower ones do the work; to build them, "
+            "install Layby again where a C++ compiler is found",
             _missing,
         )
     return _missing is None
