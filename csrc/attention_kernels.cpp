@@ -664,7 +664,9 @@ void float_rows(const Queries& queries, const Context& context, const QuerySpan&
     }
     alignas(64) float tops[kLanes] = {}, sums[kLanes] = {};
     Floats score[R][kGroups];
+#pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
       for (int g = 0; g < kGroups; ++g) score[r][g] = all(0.0f);
     }
     for (int d = 0; d < dim; ++d) {
@@ -678,9 +680,11 @@ void float_rows(const Queries& queries, const Context& context, const QuerySpan&
         for (int g = 0; g < kGroups; ++g) score[r][g] = fma(query, key[g], score[r][g]);
       }
     }
+#pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
       const Ints limit = all_ints(limits[r] - first);
       Floats best = all(kLowest);
+#pragma GCC unroll 4
       for (int g = 0; g < kGroups; ++g) {
         const Mask seen = at_most(lane_numbers(g * kGroupTokens), limit);
         score[r][g] = select(seen, mul(score[r][g], scale), all(kLowest));
@@ -688,6 +692,7 @@ void float_rows(const Queries& queries, const Context& context, const QuerySpan&
       }
       tops[r] = max_lane(best);
       Floats sum = all(0.0f);
+#pragma GCC unroll 4
       for (int g = 0; g < kGroups; ++g) {
         const Mask seen = at_most(lane_numbers(g * kGroupTokens), limit);
         const Floats p = exp2_fine(sub(score[r][g], all(tops[r])));
@@ -706,6 +711,7 @@ void float_rows(const Queries& queries, const Context& context, const QuerySpan&
 
     for (int d = 0; d < dim; d += kLanes) {
       Floats acc[R];
+#pragma GCC unroll 4
       for (int r = 0; r < R; ++r) acc[r] = all(0.0f);
       for (int t = 0; t < seen_tokens; ++t) {
         const Element* values = groups[t / kGroupTokens] + (kGroupTokens + t % kGroupTokens) * dim;
@@ -713,6 +719,7 @@ void float_rows(const Queries& queries, const Context& context, const QuerySpan&
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r) acc[r] = fma(all(weights[r][t]), value, acc[r]);
       }
+#pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
         const Floats old = mul(load(output[r] + d), all(decay[r]));
         store(output[r] + d, fma(acc[r], all(gain[r]), old));
@@ -721,6 +728,7 @@ void float_rows(const Queries& queries, const Context& context, const QuerySpan&
   }
   alignas(64) float sums[kLanes];
   store(sums, state.sum);
+#pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
     const Floats inverse = all(1.0f / sums[r]);
     for (int d = 0; d < dim; d += kLanes) {
