@@ -8,6 +8,7 @@
 
 #include <stdexcept>
 
+#include "attention_bindings.h"
 #include "dispatch.h"
 #include "elementwise.h"
 #include "gemm.h"
@@ -216,5 +217,6 @@ NB_MODULE(_kernels, m) {
   layby::bind_machine(m);
   layby::bind_gemm(m);
   layby::bind_elementwise(m);
+  layby::bind_attention(m);
   nb::module_::import_("atexit").attr("register")(m.attr("shut_down_threads"));
 }
