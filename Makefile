@@ -30,7 +30,7 @@ venv: $(READY)  ## make .venv and install Layby and the tools in it
 
 # Runs when .venv is missing or older than what it was filled from. .partial stands in .venv for as
 # long as others' packages go in: a .venv left half-filled is made afresh, not trusted.
-$(READY): $(LOCK) pyproject.toml
+$(READY): $(LOCK) pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 	@command -v $(PYTHON) >/dev/null || \
 	    { echo "error: no '$(PYTHON)' here; install Python 3.11 or newer, or say make PYTHON=..." >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

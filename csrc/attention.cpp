@@ -10,8 +10,10 @@
 namespace layby {
 namespace {
 
-// Rows that one task handles: three vectors' worth, see attention_kernels.cpp.
-constexpr int kTaskPairs = 48;
+// Rows that one task handles: as many as attention_kernels.cpp takes at once.
+constexpr int kTaskPairs = 32;
+// Tasks per KV head from which on the threads are kept busy by whole sequences.
+constexpr std::size_t kManyTasks = 16;
 constexpr std::size_t kRowsPerChunk = 8;
 
 }  // namespace
@@ -86,9 +88,14 @@ void AttentionBatch::attend(std::uint8_t* pool, int layer, const Queries& querie
                             float* out) const {
   const KvLayer where = layer_of(layout_, pool, layer);
   const AttentionKernels& kernels = attention_kernels();
-  parallel_for(tasks_.size(), [&](std::size_t index) {
-    const AttentionTask& task = tasks_[index];
-    kernels.attend(queries, where, layout_.type, spans_[task.span], task, out);
+  // Heads of one sequence lie side by side in memory: with tasks enough, one thread does them all.
+  const auto heads = static_cast<std::size_t>(layout_.num_kv_heads);
+  const std::size_t grain = tasks_.size() >= kManyTasks * heads ? heads : 1;
+  parallel_ranges(tasks_.size(), grain, [&](std::size_t begin, std::size_t end) {
+    for (std::size_t index = begin; index < end; ++index) {
+      const AttentionTask& task = tasks_[index];
+      kernels.attend(queries, where, layout_.type, spans_[task.span], task, out);
+    }
   });
 }
 

@@ -6,7 +6,7 @@
 //   p_t   = 2^(s_t * c - top)        in (0, 1]
 //   sum   = sum_t p_t                in units of 2^-24, an integer
 //   acc_d = sum_t w_t value_td       w_t: p_t times the value's scale, as 8 bits of the largest scale
-// and the row's maximum, sum and output follow as in Milakov & Gimelshein 2018 (fold_factors).
+// and the row's maximum, sum and output follow as in Milakov & Gimelshein 2018 (fold).
 // Two kernels compute this with other shapes but the same roundings. With few rows (decode), lanes
 // are tokens, then dimensions; with many (prefill), lanes are rows throughout, and nothing is ever
 // summed or compared across lanes.
@@ -29,7 +29,7 @@ namespace {
 
 constexpr int kGroups = kTileTokens / kGroupTokens;
 constexpr float kLog2e = 1.44269504f;
-constexpr float kLowest = -1e30f;  // a score of what may not be seen; its square is finite no more
+constexpr float kLowest = -1e30f;  // the score of what may not be seen
 constexpr float kUnitExponent = 24.0f;
 constexpr float kUnit = 1.0f / (1 << 24);
 
@@ -74,25 +74,34 @@ LAYBY_INLINE float from_bfloat16(std::uint16_t x) {
 }
 
 // Products and sums one by one, as the reference rounds them.
-LAYBY_INLINE void rotate(float* x, const float* cos_sin, int dim) {
+LAYBY_INLINE void rotate(const float* from, const float* cos_sin, int dim, float* to) {
   const int half = dim / 2;
   const float *cosines = cos_sin, *sines = cos_sin + half;
-  for (int i = 0; i < half; ++i) {
-    const float low = x[i], high = x[i + half];
-    x[i] = low * cosines[i] - high * sines[i];
-    x[i + half] = high * cosines[i] + low * sines[i];
+  int i = 0;
+  for (; i + kLanes <= half; i += kLanes) {
+    const Floats low = load(from + i), high = load(from + half + i);
+    const Floats cosine = load(cosines + i), sine = load(sines + i);
+    store(to + i, sub(mul(low, cosine), mul(high, sine)));
+    store(to + half + i, add(mul(high, cosine), mul(low, sine)));
+  }
+  for (; i < half; ++i) {
+    const float low = from[i], high = from[half + i];
+    to[i] = low * cosines[i] - high * sines[i];
+    to[half + i] = high * cosines[i] + low * sines[i];
   }
 }
 
-LAYBY_INLINE void normalise(float* x, const float* weight, float eps, int dim) {
+LAYBY_INLINE void normalise(const float* from, const float* weight, float eps, int dim, float* to) {
   Floats squares = all(0.0f);
-  for (int i = 0; i < dim; i += kLanes) squares = fma(load(x + i), load(x + i), squares);
+  for (int i = 0; i < dim; i += kLanes) squares = fma(load(from + i), load(from + i), squares);
   alignas(64) float lanes[kLanes];
   store(lanes, squares);
   float sum = 0.0f;
   for (float lane : lanes) sum += lane;
   const float scale = 1.0f / std::sqrt(sum / static_cast<float>(dim) + eps);
-  for (int i = 0; i < dim; ++i) x[i] = x[i] * scale * weight[i];
+  for (int i = 0; i < dim; i += kLanes) {
+    store(to + i, mul(mul(load(from + i), all(scale)), load(weight + i)));
+  }
 }
 
 std::uint8_t* group_of(const KvLayer& layer, std::int64_t slot, int kv_head) {
@@ -127,7 +136,7 @@ LAYBY_INLINE void convert(float x, std::uint16_t* out) { *out = nearest_bfloat16
 template <class Element>
 void write_floats(const float* key, const float* value, int dim, std::uint8_t* group, int token) {
   auto* keys = reinterpret_cast<Element*>(group);
-  Element* values = keys + (kGroupTokens + 0) * dim + token * dim;
+  Element* values = keys + kGroupTokens * dim + token * dim;
   for (int d = 0; d < dim; ++d) convert(key[d], keys + d * kGroupTokens + token);
   for (int d = 0; d < dim; ++d) convert(value[d], values + d);
 }
@@ -135,15 +144,18 @@ void write_floats(const float* key, const float* value, int dim, std::uint8_t* g
 void rope_write(const RopeWrite& job, const KvLayer& layer, KvType type, std::size_t begin,
                 std::size_t end) {
   const int dim = layer.head_dim, kv_heads = layer.num_kv_heads, heads = job.num_heads;
-  alignas(64) float head[kMaxHeadDim];
+  alignas(64) float head[kMaxHeadDim], normalised[kMaxHeadDim];
   for (std::size_t row = begin; row < end; ++row) {
     const float* qkv = job.qkv + static_cast<std::ptrdiff_t>(row) * job.row_stride;
     const float* cos_sin = job.cos_sin + job.positions[row] * dim;
     for (int h = 0; h < heads + kv_heads; ++h) {
       const float* norm = h < heads ? job.query_norm : job.key_norm;
-      std::copy_n(qkv + h * dim, dim, head);
-      if (norm != nullptr) normalise(head, norm, job.norm_eps, dim);
-      rotate(head, cos_sin, dim);
+      const float* from = qkv + h * dim;
+      if (norm != nullptr) {
+        normalise(from, norm, job.norm_eps, dim, normalised);
+        from = normalised;
+      }
+      rotate(from, cos_sin, dim, head);
       if (h < heads) {
         const std::size_t index = row * heads + h;
         if (type == KvType::int8) {
@@ -174,11 +186,13 @@ void rope_write(const RopeWrite& job, const KvLayer& layer, KvType type, std::si
 struct Context {
   const KvLayer& layer;
   const std::int32_t* blocks;
-  const std::uint8_t* data;  // of this KV head in block 0
-  int length;                // positions that hold something
+  const std::uint8_t* data;       // of this KV head in block 0
+  const std::uint8_t* next_data;  // of the one that is likely to be read after it
+  int length;                     // positions that hold something
 
-  const std::uint8_t* group(int index) const {
-    return data + blocks[index / layer.groups_per_block] * layer.block_bytes +
+  const std::uint8_t* group(int index) const { return group(index, data); }
+  const std::uint8_t* group(int index, const std::uint8_t* head) const {
+    return head + blocks[index / layer.groups_per_block] * layer.block_bytes +
            index % layer.groups_per_block * layer.group_bytes;
   }
 };
@@ -187,6 +201,7 @@ struct Context {
 // are any other.
 struct Tile {
   const std::uint8_t* groups[kGroups];
+  const std::uint8_t* next_groups[kGroups];  // what will be read after this tile, or any other
   alignas(64) float key_scales[kTileTokens];
   alignas(64) float value_scales[kTileTokens];
 };
@@ -212,6 +227,14 @@ LAYBY_INLINE void open_tile(const Context& context, int first_position, Tile* ti
     store(tile->key_scales + g * kGroupTokens, select(held, load_bfloat16(scales), all(0.0f)));
     store(tile->value_scales + g * kGroupTokens,
           select(held, load_bfloat16(scales + kGroupTokens), all(0.0f)));
+  }
+  const bool last = tokens <= kTileTokens;
+  const int next = last ? 0 : first_position / kGroupTokens + kGroups;
+  const int end = (context.length - 1) / kGroupTokens;
+  for (int g = 0; g < kGroups; ++g) {
+    tile->next_groups[g] =
+        context.group(std::min(next + g, end), last ? context.next_data : context.data);
+    prefetch(tile->next_groups[g] + 32 * dim);
   }
 }
 
@@ -264,12 +287,17 @@ LAYBY_INLINE void few_values(const Tile& tile, int groups, int dim, int first,
     for (int n = 0; n < N; ++n) acc[r][n] = all_ints(0);
   }
   for (int g = 0; g < groups; ++g) {
-    const std::uint8_t* values = tile.groups[g] + kGroupTokens * dim + 4 * first;
+    const std::size_t offset = kGroupTokens * dim + 4 * first;
+    const std::uint8_t* values = tile.groups[g] + offset;
+    const std::uint8_t* next_values = tile.next_groups[g] + offset;
 #pragma GCC unroll 4
     for (int quad = 0; quad < kGroupTokens / 4; ++quad) {
       Ints value[N];
 #pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) value[n] = load_ints(values + quad * 4 * dim + n * 64);
+      for (int n = 0; n < N; ++n) {
+        value[n] = load_ints(values + quad * 4 * dim + n * 64);
+        prefetch(next_values + quad * 4 * dim + n * 64);
+      }
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
         const Ints weight = all_bytes(weights[r] + g * kGroupTokens + quad * 4);
@@ -301,7 +329,10 @@ LAYBY_INLINE void few_tile(const Tile& tile, int first_position, int dim, FewRow
   for (int d = 0; d < dim; d += 4) {
     Ints key[G];
 #pragma GCC unroll 4
-    for (int g = 0; g < G; ++g) key[g] = load_ints(tile.groups[g] + d * kGroupTokens);
+    for (int g = 0; g < G; ++g) {
+      key[g] = load_ints(tile.groups[g] + d * kGroupTokens);
+      prefetch(tile.next_groups[g] + d * kGroupTokens);
+    }
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
       const Ints query = all_bytes(rows->queries[r] + d);
@@ -633,7 +664,9 @@ void float_rows(const Queries& queries, const Context& context, const QuerySpan&
     }
     alignas(64) float tops[kLanes] = {}, sums[kLanes] = {};
     Floats score[R][kGroups];
+#pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
       for (int g = 0; g < kGroups; ++g) score[r][g] = all(0.0f);
     }
     for (int d = 0; d < dim; ++d) {
@@ -647,9 +680,11 @@ void float_rows(const Queries& queries, const Context& context, const QuerySpan&
         for (int g = 0; g < kGroups; ++g) score[r][g] = fma(query, key[g], score[r][g]);
       }
     }
+#pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
       const Ints limit = all_ints(limits[r] - first);
       Floats best = all(kLowest);
+#pragma GCC unroll 4
       for (int g = 0; g < kGroups; ++g) {
         const Mask seen = at_most(lane_numbers(g * kGroupTokens), limit);
         score[r][g] = select(seen, mul(score[r][g], scale), all(kLowest));
@@ -657,6 +692,7 @@ void float_rows(const Queries& queries, const Context& context, const QuerySpan&
       }
       tops[r] = max_lane(best);
       Floats sum = all(0.0f);
+#pragma GCC unroll 4
       for (int g = 0; g < kGroups; ++g) {
         const Mask seen = at_most(lane_numbers(g * kGroupTokens), limit);
         const Floats p = exp2_fine(sub(score[r][g], all(tops[r])));
@@ -675,6 +711,7 @@ void float_rows(const Queries& queries, const Context& context, const QuerySpan&
 
     for (int d = 0; d < dim; d += kLanes) {
       Floats acc[R];
+#pragma GCC unroll 4
       for (int r = 0; r < R; ++r) acc[r] = all(0.0f);
       for (int t = 0; t < seen_tokens; ++t) {
         const Element* values = groups[t / kGroupTokens] + (kGroupTokens + t % kGroupTokens) * dim;
@@ -682,6 +719,7 @@ void float_rows(const Queries& queries, const Context& context, const QuerySpan&
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r) acc[r] = fma(all(weights[r][t]), value, acc[r]);
       }
+#pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
         const Floats old = mul(load(output[r] + d), all(decay[r]));
         store(output[r] + d, fma(acc[r], all(gain[r]), old));
@@ -690,6 +728,7 @@ void float_rows(const Queries& queries, const Context& context, const QuerySpan&
   }
   alignas(64) float sums[kLanes];
   store(sums, state.sum);
+#pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
     const Floats inverse = all(1.0f / sums[r]);
     for (int d = 0; d < dim; d += kLanes) {
@@ -725,12 +764,7 @@ int many([[maybe_unused]] const Queries& queries, [[maybe_unused]] const Context
          [[maybe_unused]] const QuerySpan& span, [[maybe_unused]] int kv_head,
          [[maybe_unused]] int first_pair, int left, [[maybe_unused]] float* out) {
   if (left < kMinMany) return 0;
-  if constexpr (kMaxVectors >= 3) {
-    if (left >= 2 * kLanes + kMinMany) {
-      const int count = std::min(left, 3 * kLanes);
-      many_rows<3>(queries, context, span, kv_head, first_pair, count, out);
-      return count;
-    }
+  if constexpr (kMaxVectors >= 2) {
     if (left >= kLanes + kMinMany) {
       const int count = std::min(left, 2 * kLanes);
       many_rows<2>(queries, context, span, kv_head, first_pair, count, out);
@@ -747,7 +781,9 @@ int many([[maybe_unused]] const Queries& queries, [[maybe_unused]] const Context
 
 void attend(const Queries& queries, const KvLayer& layer, KvType type, const QuerySpan& span,
             const AttentionTask& task, float* out) {
-  const Context context = {layer, span.blocks, layer.data + task.kv_head * layer.head_bytes,
+  const std::uint8_t* data = layer.data + task.kv_head * layer.head_bytes;
+  const bool last_head = task.kv_head + 1 == layer.num_kv_heads;
+  const Context context = {layer, span.blocks, data, last_head ? data : data + layer.head_bytes,
                            span.start + span.num_rows};
   int pair = task.first_pair;
   const int end = task.first_pair + task.num_pairs;

@@ -22,7 +22,7 @@ constexpr int kLanes = 16;
 // how many variants of them there are to compile. kMaxVectors = 0: there is none for many rows.
 #if defined(__AVX512VNNI__)
 
-constexpr int kMaxFew = 4, kMaxVectors = 3, kAtOnce = 8;
+constexpr int kMaxFew = 4, kMaxVectors = 2, kAtOnce = 8;
 
 struct Floats { __m512 v; };
 struct Ints { __m512i v; };
@@ -213,14 +213,10 @@ LAYBY_INLINE void store_bytes(void* p, Ints a) {
 
 constexpr int kMaxFew = 1, kMaxVectors = 0, kAtOnce = 4;
 
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wpsabi"  // of functions that are always inlined
-#endif
-
-typedef float FloatLanes __attribute__((vector_size(64)));
-typedef std::int32_t IntLanes __attribute__((vector_size(64)));
-typedef std::int16_t ShortLanes __attribute__((vector_size(64)));
-typedef std::uint16_t UnsignedShortLanes __attribute__((vector_size(64)));
+typedef float FloatLanes __attribute__((vector_size(64), aligned(16)));
+typedef std::int32_t IntLanes __attribute__((vector_size(64), aligned(16)));
+typedef std::int16_t ShortLanes __attribute__((vector_size(64), aligned(16)));
+typedef std::uint16_t UnsignedShortLanes __attribute__((vector_size(64), aligned(16)));
 
 struct Floats { FloatLanes v; };
 struct Ints { IntLanes v; };
@@ -306,6 +302,9 @@ LAYBY_INLINE void store_bytes(void* p, Ints a) {
 }
 
 #endif
+
+// Asks for the cache line, to be there soon.
+LAYBY_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 // 2^x for x up to 100; 2^0 is 1 exactly.
 // Relative error 8.6e-5: enough for numbers that are rounded to 8 bits.

@@ -27,8 +27,8 @@ const char* name_of(Isa isa);
 
 }  // namespace layby
 
-// Every instruction set's namespace holds a table of functions `const Type name`. This declares them
-// and `const Type& name()`, which gives the table in use.
+// Every instruction set's namespace holds a table of functions `const Type name`. This declares
+// them and `const Type& name()`, which gives the table in use.
 #if defined(LAYBY_X86)
 #define LAYBY_DISPATCH(Type, name)                       \
   namespace generic { extern const Type name; }          \

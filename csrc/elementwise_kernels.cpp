@@ -1,5 +1,5 @@
-// Norm, activation and quantisation of rows, compiled once per instruction set with the same bits as
-// the result (see simd.h). Nothing here looks at more than one row.
+// Norm, activation and quantisation of rows, compiled once per instruction set and giving the same
+// bits on each (see simd.h). Nothing here looks at more than one row.
 #include "elementwise.h"
 
 #include "simd.h"
@@ -91,7 +91,9 @@ void silu_mul(float* gate_up, float* out, std::int8_t* q, float* scale, std::siz
 }
 
 void exp_of(const float* x, float* out, std::size_t count) {
-  each_vector(count, [&](std::size_t i, auto lanes) { store(out + i, exp(load(x + i, lanes)), lanes); });
+  each_vector(count, [&](std::size_t i, auto lanes) {
+    store(out + i, exp(load(x + i, lanes)), lanes);
+  });
 }
 
 }  // namespace

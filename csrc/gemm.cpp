@@ -21,7 +21,7 @@ void each_chunk(std::size_t m, std::size_t n, std::size_t panel_bytes, Fn fn) {
   constexpr std::size_t kChunkWork = 64 * 1024;  // bytes of panels, at 16 rows or fewer
   const std::size_t blocks = groups_of(m, kRowBlock), panels = groups_of(n, kPanel);
   const std::size_t panel_work = panel_bytes * (1 + groups_of(m, blocks) / 16);
-  const std::size_t grain = std::max<std::size_t>(1, kChunkWork / std::max<std::size_t>(1, panel_work));
+  const std::size_t grain = std::max<std::size_t>(1, kChunkWork / (panel_work + 1));
   const std::size_t chunks = groups_of(panels, grain);
   parallel_for(blocks * chunks, [&](std::size_t index) {
     const std::size_t block = index / chunks, panel = index % chunks * grain;
@@ -116,7 +116,8 @@ void linear_int8(const std::int8_t* x, const float* x_scale, const std::uint8_t*
   }
   sums.resize(m);
   kernels.row_sums(x, groups * 4, m, groups * 4, sums.data());
-  const Int8Product product{x, sums.data(), x_scale, w, w_scale, bias, out, n, groups, groups * 4, n};
+  const Int8Product product{x,    sums.data(), x_scale, w,          w_scale, bias,
+                            out,  n,           groups,  groups * 4, n};
   each_chunk(m, n, packed_int8_size(1, k), [&](auto... part) {
     kernels.int8_product(product, part...);
   });

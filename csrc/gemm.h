@@ -23,7 +23,8 @@ static inline std::size_t groups_of(std::size_t count, std::size_t size) {
   return (count + size - 1) / size;
 }
 
-// One int8 product: out[m, n] = (sum over k of x[m, k] * w[n, k]) * x_scale[m] * w_scale[n] + bias[n].
+// One int8 product:
+// out[m, n] = (sum over k of x[m, k] * w[n, k]) * (x_scale[m] * w_scale[n]) + bias[n].
 struct Int8Product {
   const std::int8_t* x;      // [M, ldx], zero from K up to the next multiple of 4
   const std::int32_t* x_sum;  // [M], sum of each row of x

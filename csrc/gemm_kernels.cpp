@@ -1,8 +1,8 @@
 // The inner loops of the matrix products, compiled once per instruction set.
 //
 // Weights are unsigned (w + 128) because the dot-product instructions multiply unsigned by signed.
-// What that adds to a sum is 128 times the sum of the input row, so accumulators start at minus that.
-// Sums are whole numbers and so exact: no instruction set can differ in them.
+// What that adds to a sum is 128 times the sum of the input row, so accumulators start at minus
+// that. Sums are whole numbers and so exact: no instruction set can differ in them.
 #include "gemm.h"
 
 #include "simd.h"

@@ -27,7 +27,7 @@ using Out = nb::ndarray<T, Shape, nb::c_contig, nb::device::cpu>;
 using Vector = nb::ndim<1>;
 using Matrix = nb::ndim<2>;
 
-// An argument that is passed on as it is: a converted copy would cost time, and lose what is written.
+// An argument that is passed on as it is: a converted copy costs time and loses what is written.
 auto array(const char* name) { return nb::arg(name).noconvert(); }
 
 void require(bool condition, const std::string& message) {
@@ -119,7 +119,8 @@ void bind_gemm(nb::module_& m) {
           linear_int8(x.data(), x_scale.data(), w.data(), w_scale.data(), data_of(bias),
                       out.data(), rows, n, k);
         },
-        array("x"), array("x_scale"), array("w"), array("w_scale"), array("bias").none(), array("out"));
+        array("x"), array("x_scale"), array("w"), array("w_scale"), array("bias").none(),
+        array("out"));
   m.def("linear_bf16",
         [](In<float, Matrix> x, In<std::uint16_t, Vector> w, std::optional<In<float, Vector>> bias,
            Out<float, Matrix> out) {
@@ -179,7 +180,8 @@ void bind_elementwise(nb::module_& m) {
           add_rms_norm(residual.data(), data_of(delta), weight.data(), eps, nullptr, q.data(),
                        scale.data(), rows, width);
         },
-        array("residual"), array("delta").none(), array("weight"), "eps"_a, array("q"), array("scale"));
+        array("residual"), array("delta").none(), array("weight"), "eps"_a, array("q"),
+        array("scale"));
   m.def("silu_mul",
         [](Out<float, Matrix> gate_up, Out<float, Matrix> out) {
           const std::size_t rows = gate_up.shape(0), width = gate_up.shape(1) / 2;
@@ -216,5 +218,6 @@ NB_MODULE(_kernels, m) {
   layby::bind_machine(m);
   layby::bind_gemm(m);
   layby::bind_elementwise(m);
+  layby::bind_attention(m);
   nb::module_::import_("atexit").attr("register")(m.attr("shut_down_threads"));
 }

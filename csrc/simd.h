@@ -36,7 +36,9 @@ LAYBY_INLINE __mmask16 mask_of(FirstLanes lanes) {
   return static_cast<__mmask16>((1u << lanes.count) - 1);
 }
 LAYBY_INLINE F16 load(const float* p, AllLanes = {}) { return {_mm512_loadu_ps(p)}; }
-LAYBY_INLINE F16 load(const float* p, FirstLanes n) { return {_mm512_maskz_loadu_ps(mask_of(n), p)}; }
+LAYBY_INLINE F16 load(const float* p, FirstLanes n) {
+  return {_mm512_maskz_loadu_ps(mask_of(n), p)};
+}
 LAYBY_INLINE F16 load(const std::int32_t* p) {
   return {_mm512_cvtepi32_ps(_mm512_loadu_si512(p))};
 }
@@ -49,7 +51,9 @@ LAYBY_INLINE F16 load_bf16_seconds(const std::uint16_t* p) {
   return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), high))};
 }
 LAYBY_INLINE void store(float* p, F16 a, AllLanes = {}) { _mm512_storeu_ps(p, a.v); }
-LAYBY_INLINE void store(float* p, F16 a, FirstLanes n) { _mm512_mask_storeu_ps(p, mask_of(n), a.v); }
+LAYBY_INLINE void store(float* p, F16 a, FirstLanes n) {
+  _mm512_mask_storeu_ps(p, mask_of(n), a.v);
+}
 LAYBY_INLINE F16 broadcast(float a) { return {_mm512_set1_ps(a)}; }
 LAYBY_INLINE F16 operator+(F16 a, F16 b) { return {_mm512_add_ps(a.v, b.v)}; }
 LAYBY_INLINE F16 operator-(F16 a, F16 b) { return {_mm512_sub_ps(a.v, b.v)}; }
@@ -133,8 +137,12 @@ LAYBY_INLINE F16 operator*(F16 a, F16 b) {
 LAYBY_INLINE F16 operator/(F16 a, F16 b) {
   return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)};
 }
-LAYBY_INLINE F16 max(F16 a, F16 b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
-LAYBY_INLINE F16 min(F16 a, F16 b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }
+LAYBY_INLINE F16 max(F16 a, F16 b) {
+  return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)};
+}
+LAYBY_INLINE F16 min(F16 a, F16 b) {
+  return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)};
+}
 LAYBY_INLINE F16 abs(F16 a) {
   const __m256 sign = _mm256_set1_ps(-0.0f);
   return {_mm256_andnot_ps(sign, a.lo), _mm256_andnot_ps(sign, a.hi)};
@@ -254,7 +262,7 @@ LAYBY_INLINE F16 times_power_of_two(const F16& a, const F16& exponent) {
   std::memcpy(result.v, bits, sizeof bits);
   return result;
 }
-// Adding 1.5 * 2^23 leaves no room for a fraction: the sum rounds to a whole number, in its low bits.
+// Adding 1.5 * 2^23 leaves no room for a fraction: the sum is rounded, its low bits a whole number.
 LAYBY_INLINE void store_i8(std::int8_t* p, const F16& a, FirstLanes n) {
   std::int32_t bits[16];
   const F16 rounded = a + broadcast(12582912.0f);
@@ -290,8 +298,8 @@ LAYBY_INLINE void each_vector(std::size_t count, Fn fn) {
 
 // e^x for x in [-87, 88]; numbers outside are moved to the nearer end. At most 1 ulp off.
 //
-// e^x = 2^n * e^r with n whole and |r| <= ln(2)/2. ln(2) is subtracted in two parts, the first short
-// enough for n times it to be exact; e^r is 1 + r + r^2 * (a minimax polynomial of degree 4).
+// e^x = 2^n * e^r with n whole and |r| <= ln(2)/2. ln(2) is subtracted in two parts, the first
+// short enough for n times it to be exact; e^r is 1 + r + r^2 * (a minimax polynomial of degree 4).
 LAYBY_INLINE F16 exp(F16 x) {
   x = min(max(x, broadcast(-87.0f)), broadcast(88.0f));
   const F16 whole = broadcast(12582912.0f);  // 1.5 * 2^23, see store_i8 of the generic set

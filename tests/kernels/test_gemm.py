@@ -118,7 +118,7 @@ def test_int8_product_does_not_saturate_at_the_extremes() -> None:
 
 
 def test_a_row_has_the_same_bits_whatever_shares_the_call(threads: None) -> None:
-    """Parked work resumes beside other rows, perhaps with other threads: the token must not move."""
+    """Parked work resumes beside other rows, perhaps on other threads, with the same tokens."""
     n, k = 100, 130
     w = random_f32(n, k)
     x8, x = random_int8(300, k), random_f32(300, k)
@@ -167,7 +167,7 @@ def test_arrays_that_do_not_fit_are_refused_with_the_numbers() -> None:
     with pytest.raises(ValueError, match="w has length 512"):
         weight.linear(random_int8(3, 20), scale, None, np.empty((3, 8), np.float32))
     with pytest.raises(TypeError):
-        weight.linear(x.astype(np.int32), scale, None, np.empty((3, 8), np.float32))  # type: ignore[arg-type]
+        weight.linear(x.astype(np.int32), scale, None, np.empty((3, 8), np.float32))
     with pytest.raises(TypeError):
         weight.linear(x, scale, None, np.empty((8, 3), np.float32).T)
 

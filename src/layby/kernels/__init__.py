@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 try:
-    from layby import _kernels
+    import layby._kernels as _kernels
     from layby._kernels import AttentionBatch, KvLayout, rope_write
 except ImportError as error:
     _missing: str | None = str(error)
@@ -55,20 +55,16 @@ I8 = NDArray[np.int8]
 _log = logging.getLogger(__name__)
 
 
-def available() -> bool:
-    """Whether the kernels can be used here. A "no" is logged, once, with its reason."""
-    if _missing is not None:
-        _say_missing()
-    return _missing is None
-
-
 @cache
-def _say_missing() -> None:
-    _log.warning(
-        "the compiled kernels are missing (%s): slower ones do the work; to build them, install "
-        "Layby again where a C++ compiler is found",
-        _missing,
-    )
+def available() -> bool:
+    """Whether the kernels can be used here. If not, the first call logs why."""
+    if _missing is not None:
+        _log.warning(
+            "the compiled kernels are missing (%s): slower ones do the work; to build them, "
+            "install Layby again where a C++ compiler is found",
+            _missing,
+        )
+    return _missing is None
 
 
 def features() -> frozenset[str]:
