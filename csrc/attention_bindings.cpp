@@ -140,9 +140,13 @@ void bind_attention(nb::module_& m) {
            "head_dim"_a, "block_size"_a)
       .def_prop_ro("block_bytes", &KvLayout::block_bytes);
 
-  m.def("rope_write", &bound_rope_write, "layout"_a, "pool"_a, "layer"_a, "qkv"_a, "positions"_a,
-        "cos_sin"_a, "slots"_a, "queries"_a, "query_scales"_a.none() = nb::none(),
-        "query_norm"_a.none() = nb::none(), "key_norm"_a.none() = nb::none(), "norm_eps"_a = 0.0f,
+  // Without conversion: what is written into a converted copy would be lost.
+  m.def("rope_write", &bound_rope_write, "layout"_a, "pool"_a.noconvert(), "layer"_a,
+        "qkv"_a.noconvert(), "positions"_a.noconvert(), "cos_sin"_a.noconvert(),
+        "slots"_a.noconvert(), "queries"_a.noconvert(),
+        "query_scales"_a.none().noconvert() = nb::none(),
+        "query_norm"_a.none().noconvert() = nb::none(),
+        "key_norm"_a.none().noconvert() = nb::none(), "norm_eps"_a = 0.0f,
         "Rotate queries and keys; write keys and values into the pool and queries into `queries`.\n"
         "A row whose slot is negative is not stored.");
 
@@ -160,10 +164,10 @@ void bind_attention(nb::module_& m) {
                                       num_rows.data(), starts.data(), block_tables.data(), spans,
                                       block_tables.shape(1));
           },
-          "layout"_a, nb::kw_only(), "num_heads"_a, "num_blocks"_a, "first_rows"_a, "num_rows"_a,
-          "starts"_a, "block_tables"_a)
-      .def("attend", &bound_attend, "pool"_a, "layer"_a, "queries"_a,
-           "query_scales"_a.none(), "out"_a);
+          "layout"_a, nb::kw_only(), "num_heads"_a, "num_blocks"_a, "first_rows"_a.noconvert(),
+          "num_rows"_a.noconvert(), "starts"_a.noconvert(), "block_tables"_a.noconvert())
+      .def("attend", &bound_attend, "pool"_a.noconvert(), "layer"_a, "queries"_a.noconvert(),
+           "query_scales"_a.none().noconvert(), "out"_a.noconvert());
 }
 
 }  // namespace layby

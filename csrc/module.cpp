@@ -214,7 +214,6 @@ void bind_elementwise(nb::module_& m) {
 }  // namespace layby
 
 NB_MODULE(_kernels, m) {
-  layby::bind_attention(m);
   layby::bind_machine(m);
   layby::bind_gemm(m);
   layby::bind_elementwise(m);

@@ -9,8 +9,8 @@ from protocol import Generated, Job, serve
 BLOCK_SIZE = 128
 """Its own choice on a CPU, said here because the pool is counted in blocks."""
 
-KV_BYTES_PER_TOKEN_MAX = 256 * 2**10
-"""More than a token of a small model takes; bounds the memory that the pool may use."""
+KV_SPACE_GIB = 4
+"""Memory its pool may take, which it asks for even if the number of blocks is given."""
 
 
 class VllmEngine:
@@ -19,7 +19,7 @@ class VllmEngine:
     def __init__(self, job: Job) -> None:
         cpus = sorted(os.sched_getaffinity(0))[: job.threads]
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cpus))
-        os.environ["VLLM_CPU_KVCACHE_SPACE"] = "4"
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(KV_SPACE_GIB)
         from vllm import LLM
 
         # One block of the pool is vLLM's own.
