@@ -91,14 +91,18 @@ def _why_not_compiled(
 
 
 def _compiled(model: LoadedModel, dtype: str, kv_dtype: str) -> Network:
-    from layby.models import packed_file
+    from layby.models import packed_file, smoothing
     from layby.models.compiled import CompiledTransformer, pack_model
 
     packed = None
     if dtype == "int8":
         packed = packed_file.read(model.fingerprint, model.config.num_layers)
     if packed is None:
-        packed = pack_model(model.config, model.weights(torch.float32), dtype)
+        weights = model.weights(torch.float32)
+        if dtype == "int8":
+            tokens = model.tokenizer.encode(smoothing.TEXT)
+            weights = smoothing.smooth(model.config, weights, tokens)
+        packed = pack_model(model.config, weights, dtype)
         if dtype == "int8":
             packed_file.save(packed, model.fingerprint)
     return CompiledTransformer(model.config, packed, kv_dtype=kv_dtype)

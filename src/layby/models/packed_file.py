@@ -23,7 +23,7 @@ from layby.models.hub import home
 
 _log = logging.getLogger(__name__)
 
-_FORMAT = "1"
+_FORMAT = "2"
 """Changes when the layout of packed weights does."""
 
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -130,6 +131,24 @@ class Transformer:
             output = ops.linear(ops.silu_mul(gate_up), layer.down.weight, layer.down.bias)
             normed, residual = ops.add_rms_norm(output, residual, next_norm, eps)
         return normed[:num_rows]
+
+    def run_dense(self, token_ids: list[int]) -> Tensor:
+        """Logits ``[T, vocab]`` of one sequence by itself, over a KV cache of its own."""
+        count = len(token_ids)
+        batch = FlatBatch(
+            token_ids=np.array(token_ids, np.int64),
+            positions=np.arange(count),
+            slots=np.arange(count),
+            first_rows=np.zeros(1, np.int32),
+            num_rows=np.array([count], np.int32),
+            starts=np.zeros(1, np.int32),
+            block_tables=np.arange(-(-count // 16), dtype=np.int32)[None],
+            block_size=16,
+        )
+        kv_format = self.kv_format(16)
+        shape = (batch.block_tables.shape[1], *kv_format.shape)
+        pool = torch.zeros(shape, dtype=kv_format.dtype, device=self.device)
+        return self.logits(self.forward(batch, pool))
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
