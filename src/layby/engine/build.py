@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import os
 
-from layby.engine.config import EngineConfig
+from layby.engine.config import GIB, EngineConfig
 from layby.engine.engine import Engine
 from layby.engine.memory import available_host_bytes
+from layby.errors import counted
 from layby.scheduling import Scheduler
 
 logger = logging.getLogger("layby.engine")
@@ -42,9 +43,10 @@ def build_engine(config: EngineConfig, *, allow_download: bool = True) -> Engine
     transformer = Transformer(geometry, model.weights, dtype=dtype, device=device)
     # Memory is looked at only now, when the weights have theirs.
     on_cuda = device.type == "cuda"
+    block_bytes = bytes_per_block(geometry, block_size=config.block_size, dtype=dtype)
     resolved = config.resolve(
         context_length=geometry.context_length,
-        block_bytes=bytes_per_block(geometry, block_size=config.block_size, dtype=dtype),
+        block_bytes=block_bytes,
         host_bytes=available_host_bytes(),
         cuda_bytes=torch.cuda.mem_get_info(device)[0] if on_cuda else None,
     )
@@ -55,14 +57,17 @@ def build_engine(config: EngineConfig, *, allow_download: bool = True) -> Engine
         num_swap_blocks=resolved.num_swap_blocks,
     )
     max_model_len = resolved.max_model_len or geometry.context_length
+    dtype_name = str(dtype).removeprefix("torch.")
     logger.info(
-        "%s on %s in %s: %d blocks of KV cache, %d of swap, %d tokens of context",
+        "%s on %s in %s: KV cache %s (%.2f GiB), swap %s (%.2f GiB), context %s",
         model.name,
         device,
-        str(dtype).removeprefix("torch."),
-        resolved.num_blocks,
-        resolved.num_swap_blocks,
-        max_model_len,
+        dtype_name,
+        counted(resolved.num_blocks, "block"),
+        resolved.num_blocks * block_bytes / GIB,
+        counted(resolved.num_swap_blocks, "block"),
+        resolved.num_swap_blocks * block_bytes / GIB,
+        counted(max_model_len, "token"),
     )
     return Engine(
         Scheduler(resolved),
@@ -73,4 +78,6 @@ def build_engine(config: EngineConfig, *, allow_download: bool = True) -> Engine
         vocab_size=geometry.vocab_size,
         max_model_len=max_model_len,
         seed=config.seed,
+        device=str(device),
+        dtype=dtype_name,
     )
