@@ -20,10 +20,10 @@ MODEL   := $(VENV)/.smollm2
 .PHONY: help venv serve test pressure lint format bench lock clean
 
 help:  ## list these commands
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
 	@echo
-	@echo '  ARGS="..."       is passed on by serve, test, bench and lock'
-	@echo '  PYTHON=python3.x picks the Python that .venv is made with'
+	@echo '  ARGS="..."        is passed on by serve, test, pressure, bench and lock'
+	@echo '  PYTHON=python3.x  picks the Python that .venv is made with'
 
 venv: $(READY)  ## make .venv and install Layby and the tools in it
 	@:
@@ -109,4 +109,4 @@ lock: venv  ## work out requirements.lock anew from pyproject.toml
 clean:  ## back to a fresh clone (downloaded models stay)
 	rm -rf $(VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	rm -rf src/*.egg-info
-	find src tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
+	find $(wildcard src tests bench) -name __pycache__ -type d -prune -exec rm -rf {} +

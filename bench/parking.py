@@ -59,7 +59,7 @@ def main() -> None:
             seconds[name].append(time.perf_counter() - start)
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     moved = 2 * sum(block.nbytes for block in executor.cache.pool[sequence.block_table])
-    print(f"{options.tokens} tokens, {num_blocks} blocks, {engine.network_name}")
+    print(f"{options.tokens} tokens, {num_blocks} blocks, {engine.dtype} on {engine.device}")
     print(f"compute again        {medians['compute'] * 1e3:8.2f} ms")
     print(
         f"swap out and in      {medians['park'] * 1e3:8.2f} ms  "

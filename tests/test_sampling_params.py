@@ -28,6 +28,8 @@ from layby import InvalidRequestError, SamplingParams
         ("top_k", -2),
         ("min_p", 1.5),
         ("repetition_penalty", 0.0),
+        ("repetition_penalty", 1e-40),
+        ("repetition_penalty", 0.009),
         ("presence_penalty", 2.5),
         ("frequency_penalty", -2.5),
         ("seed", 2**64),
@@ -38,6 +40,24 @@ from layby import InvalidRequestError, SamplingParams
         ("stop_token_ids", (-1,)),
         ("logit_bias", {-1: 1.0}),
         ("logit_bias", {1: 101.0}),
+        ("logit_bias", None),
+        ("logit_bias", [1]),
+        ("logit_bias", {"1": 1.0}),
+        ("logit_bias", {"x" * 10_000: 1.0}),
+        ("logit_bias", dict.fromkeys(range(1025), 1.0)),
+        ("stop", 5),
+        ("stop", {"a": 1}),
+        ("stop", (None,)),
+        ("stop", ("x" * 1025,)),
+        ("stop", ["x"] * 10_000),
+        ("stop_token_ids", 5),
+        ("stop_token_ids", "12"),
+        ("stop_token_ids", (10**5000,) * 2000),
+        ("stop_token_ids", ("x" * 10_000,)),
+        ("ignore_eos", "no"),
+        ("ignore_eos", 1),
+        ("seed", [0] * 10_000),
+        ("top_p", "x" * 10_000),
     ],
 )
 def test_what_is_out_of_range_is_refused_by_name(param: str, value: object) -> None:
@@ -59,3 +79,8 @@ def test_ids_outside_the_vocabulary_are_refused_with_both_numbers(param: str) ->
 
 def test_one_stop_string_may_stand_alone() -> None:
     assert SamplingParams(stop="\n").stop == ("\n",)  # type: ignore[arg-type]
+
+
+def test_an_id_of_thousands_of_digits_is_refused_without_writing_it_out() -> None:
+    with pytest.raises(InvalidRequestError, match="integer of 16610 bits"):
+        SamplingParams(stop_token_ids=(10**5000,)).check_vocabulary(500)

@@ -12,10 +12,19 @@
         ├── EngineDrainingError  …because it is shutting down
         └── EngineDeadError      …because a step failed
 
-The module imports nothing, so that every layer can raise these.
+The module imports nothing of Layby, so that every layer can raise these. ``counted``, ``shown``
+and ``prefixed`` are for their messages.
 """
 
 from __future__ import annotations
+
+import reprlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_SHOWN_CHARS = 60
+_SHORT_REPR = reprlib.Repr()
+_SHORT_REPR.maxstring = _SHOWN_CHARS
 
 
 class LaybyError(Exception):
@@ -82,3 +91,36 @@ class EngineDrainingError(EngineUnavailableError):
 
 class EngineDeadError(EngineUnavailableError):
     """A step failed as a whole; what was in flight was failed with this error."""
+
+
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """A number and its noun, in agreement: ``1 token``, ``2 tokens``.
+
+    Args:
+        number: How many.
+        noun: What, in the singular.
+        plural: What, in the plural; the singular with an s if empty.
+    """
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"
+
+
+@contextmanager
+def prefixed(what: str, *, when: bool = True) -> Iterator[None]:
+    """Put ``what`` in front of the message of an error that is one request's own fault or lot."""
+    try:
+        yield
+    except (InvalidRequestError, QueueFullError) as error:
+        if when:
+            error.args = (f"{what}: {error}",)
+        raise
+
+
+def shown(value: object) -> str:
+    """Any value as a person reads it in an error message: never long, never failing."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"an integer of {value.bit_length()} bits"
+    try:
+        text = _SHORT_REPR.repr(value)
+    except Exception:  # whatever a stranger's repr may raise
+        text = f"an object of type {type(value).__name__}"
+    return text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 1] + "…"

@@ -7,17 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 
-import layby.cli.bench
-import layby.cli.chat
-import layby.cli.generate
+import layby.engine.llm
 from tests.cli.harness import Toy
 
 
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> Toy:
     toy = Toy()
-    for command in (layby.cli.bench, layby.cli.chat, layby.cli.generate):
-        monkeypatch.setattr(command, "LLM", toy)
+    monkeypatch.setattr(layby.engine.llm, "LLM", toy)
     return toy
 
 

@@ -137,6 +137,8 @@ def test_the_table_is_for_people_and_the_file_for_programs(
     assert main(["bench", "offline", *LOAD, "--json", str(path)]) == 0
     captured = capsys.readouterr()
     assert json.loads(path.read_text())["output_tokens"] == 6
+    for fact in ("smollm2", "auto, auto", "4 tokens", "3 tokens", "512 blocks of 16 tokens"):
+        assert fact in captured.out
     for figure in ("output tokens per second", "preemptions by swap", "p99", "1.500", "4.0"):
         assert figure in captured.out
     assert captured.err == ""

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import inspect
+import os
 import subprocess
 import sys
 import time
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
 import layby
+import layby.engine.llm
 import layby.server
 from layby.cli import main
-from layby.cli.flags import engine_flags, sampling_flags, takes
+from layby.cli.flags import engine_flags, sampling_flags, takes, with_flags
 from layby.engine import EngineConfig
 from layby.errors import ConfigError
 from layby.models import hub
@@ -210,20 +213,25 @@ def test_every_option_of_the_server_has_a_flag() -> None:
     [
         (["serv"], 2, "Did you mean 'serve'"),
         (["serve", "--num-block", "3"], 2, "--num-blocks"),
-        (["serve", "--port", "99999"], 2, "65535"),
+        (["serve", "--port", "99999"], 2, "'--port': must be at most 65535, got '99999'"),
         (["generate"], 2, "PROMPT"),
-        (["generate", "x", "--num-blocks", "many"], 2, "'--num-blocks'"),
+        (["generate", "x", "--num-blocks", "many"], 2, "must be an integer or none, got 'many'"),
+        (["generate", "x", "--temperature", "hot"], 2, "must be a number, got 'hot'; see: layby"),
+        (["serve", "--watermark", "nan"], 1, "--watermark must be a finite number"),
         (["generate", "x", "--dtype", "float8"], 2, "'bfloat16'"),
-        (["generate", "x", "--file", "/nowhere/prompts"], 2, "/nowhere/prompts"),
+        (["generate", "x", "--file", "/nowhere/prompts"], 2, "/nowhere/prompts: No such file"),
+        (["generate", "--file", os.devnull], 2, "holds no prompt"),
         (["generate", "x", "--json", "/nowhere/result"], 2, "/nowhere/result"),
-        (["generate", "x", "--num-blocks", "0"], 1, "num_blocks must be at least 1, got 0"),
-        (["generate", "x", "--num-blocks", "9", "--kv-cache-gib", "1"], 1, "give one"),
-        (["generate", "x", "--top-p", "3"], 1, "top_p must be in (0, 1]"),
+        (["generate", "x", "--num-blocks", "0"], 1, "layby: --num-blocks must be "),
+        (["chat", "--num-blocks", "9", "--kv-cache-gib", "1"], 1, "and --kv-cache-gib (1)"),
+        (["generate", "x", "--top-p", "3"], 1, "--top-p must be in (0, 1], got 3.0; see: layby "),
+        (["generate", "x", "--seed", str(2**70)], 1, "--seed must be between"),
         (["generate", "x", "--logit-bias", "4"], 1, "ID=BIAS"),
         (["generate", "x", "--model", "no-such-model"], 1, "no-such-model"),
         (["chat", "no-such-model"], 1, "tried: "),
         (["bench", "offline", "--num-prompts", "0"], 2, "'--num-prompts'"),
-        (["bench", "offline", "--temperature", "200"], 1, "temperature"),
+        (["chat", "/nowhere/model"], 1, "layby: no such file or directory: /nowhere/model\n"),
+        (["bench", "offline", "--temperature", "200"], 1, "--temperature must be"),
         (["model", "verify", "no-such-model"], 1, "smollm2"),
     ],
 )
@@ -235,13 +243,58 @@ def test_an_error_is_one_line_and_an_exit_code(
     says: str,
 ) -> None:
     if "temperature" in says:
-        monkeypatch.setattr(layby.cli.bench, "LLM", Toy())
+        monkeypatch.setattr(layby.engine.llm, "LLM", Toy())
     assert main(arguments) == code
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("layby: ")
     assert captured.err.count("\n") == 1
     assert says in captured.err
+    for jargon in ("Value error", "Input should", "Errno"):
+        assert jargon not in captured.err
+
+
+def test_none_is_taken_for_every_setting_that_may_be_none() -> None:
+    """A help that promises "none", for a flag that refuses the word."""
+    for group, made in ((engine_flags, EngineConfig), (sampling_flags, SamplingParams)):
+        hints = get_type_hints(made)
+        names = [
+            option.name
+            for option in dataclasses.fields(made)
+            if type(None) in get_args(hints[option.name])
+        ]
+        assert len(names) > 3
+        words = [f"--{name.replace('_', '-')}=none" for name in names]
+        for defaults in ({}, dict.fromkeys(names)):
+            built = made_by(group(**defaults), *words)
+            assert [getattr(built, name) for name in names] == [None] * len(names)
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        (
+            "num_blocks (3) and kv_cache_gib=1 differ",
+            "--num-blocks (3) and --kv-cache-gib=1 differ",
+        ),
+        ("model must be a name", "--model must be a name"),
+        ("model a has no chat template", "model a has no chat template"),
+        ("the model's num_blocks_max", "the model's num_blocks_max"),
+    ],
+)
+def test_settings_are_named_as_they_are_typed(message: str, shown: str) -> None:
+    assert with_flags(message, ["model", "num_blocks", "kv_cache_gib"]) == shown
+
+
+def test_an_error_of_the_system_that_nobody_foresaw_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(name: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/some/file")
+
+    monkeypatch.setattr(hub, "pull", full)
+    assert main(["model", "pull", "smollm2"]) == 1
+    assert capsys.readouterr() == ("", "layby: /some/file: No space left on device\n")
 
 
 def test_ctrl_c_ends_the_program_quietly(
@@ -283,7 +336,8 @@ def test_help_loads_neither_torch_nor_the_server_and_is_fast() -> None:
         code=(
             "import sys; from layby.cli import main; main(); "
             "print([name for name in ('torch', 'fastapi', 'uvicorn', 'numpy', 'rich', "
-            "'huggingface_hub') if name in sys.modules], file=sys.stderr)"
+            "'huggingface_hub', 'asyncio', 'prometheus_client') if name in sys.modules], "
+            "file=sys.stderr)"
         ),
     )
     assert heavy.stderr == "[]\n"
@@ -304,6 +358,8 @@ def test_models_are_listed_pulled_and_verified_by_name(
     out = capsys.readouterr().out
     assert "smollm2" in out
     assert "not here" in out
+    assert "93 MB" in out  # the download
+    assert "98 MB" in out  # the file
     path = hub.known_path("smollm2")
     monkeypatch.setattr(hub, "pull", lambda name: hub.ModelFiles(name, "gguf", path))
     assert main(["model", "pull", "smollm2"]) == 0

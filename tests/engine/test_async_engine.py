@@ -329,18 +329,21 @@ def test_case_18_a_drain_finishes_what_was_accepted_and_refuses_the_rest() -> No
         paused = loop.create_future()
 
         def pause(plan: StepPlan) -> None:
-            if plan.preempted and not paused.done():
-                queues = harness.scheduler
-                sizes = len(queues.running), len(queues.waiting), len(queues.swapped)
+            if paused.done():
+                return
+            queues = harness.scheduler
+            if len(queues.running) + len(queues.waiting) + len(queues.swapped) < 4:
+                time.sleep(0.01)  # the others are still coming
+            elif queues.running and queues.waiting and queues.swapped:
                 harness.executor.gate.clear()
-                loop.call_soon_threadsafe(paused.set_result, sizes)
+                loop.call_soon_threadsafe(paused.set_result, None)
                 harness.executor.gate.wait()
 
         harness.executor.before_step = pause
         await engine.start()
         params = SamplingParams(max_tokens=80)
         streams = await asyncio.gather(*(engine.submit("x" * 40, params) for _ in range(4)))
-        assert min(await paused) >= 1  # some run, some wait, some are parked
+        await paused  # some run, some wait, some are parked
         shutdown = asyncio.create_task(engine.shutdown(10.0))
         await until(lambda: engine.is_draining)
         with pytest.raises(EngineDrainingError):
@@ -412,7 +415,7 @@ def test_an_engine_that_was_not_started_says_so() -> None:
 
 
 def test_a_long_prompt_is_tokenised_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("layby.engine.async_engine.LONG_PROMPT_CHARS", 10)
+    monkeypatch.setattr("layby.engine.async_engine.LONG_WORK", 10)
 
     async def test() -> None:
         async with started(Harness()) as engine:

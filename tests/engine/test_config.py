@@ -49,9 +49,10 @@ def test_a_swap_pool_beyond_half_of_what_is_left_is_reduced_with_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        resolved = resolve(EngineConfig(kv_cache_gib=6))
-    assert resolved.num_swap_blocks == 1024
-    assert "swap_gib=4 reduced to 1.00 GiB: 2.00 GiB of RAM are left" in caplog.text
+        assert resolve(EngineConfig(kv_cache_gib=6)).num_swap_blocks == 1024
+        assert caplog.text == ""  # nobody asked for more
+        assert resolve(EngineConfig(kv_cache_gib=6, swap_gib=3)).num_swap_blocks == 1024
+    assert "swap_gib=3 reduced to 1.00 GiB: 2.00 GiB of RAM are left" in caplog.text
 
 
 @pytest.mark.parametrize("policy", ["recompute-only", "reserve"])
@@ -88,8 +89,10 @@ def test_what_does_not_fit_is_refused_with_the_numbers(
         ({"num_blocks": 8, "kv_cache_gib": 1.0}, "num_blocks .* and kv_cache_gib .* give one"),
         ({"device": "tpu"}, "device must be one of auto, cpu, cuda; got 'tpu'"),
         ({"scheduling_policy": "fifo"}, "scheduling_policy must be one of swapped-first"),
-        ({"num_blocks": 0}, "num_blocks must be at least 1"),
+        ({"num_blocks": 0}, r"num_blocks must be .*at least 1"),
         ({"swap_gib": -1}, "swap_gib must be at least 0"),
+        ({"swap_gib": float("nan")}, "swap_gib must be a finite number"),
+        ({"kv_cache_gib": float("inf")}, "kv_cache_gib must be a finite number"),
         ({"num_threads": 0}, "num_threads must be at least 1"),
         ({"max_num_seqs": 100, "max_num_batched_tokens": 50}, "max_num_batched_tokens"),
     ],
@@ -155,3 +158,32 @@ def test_available_memory_is_no_more_than_a_cgroup_above_leaves(tmp_path: Path) 
 
 def test_available_memory_of_a_system_that_says_nothing_is_still_a_number(tmp_path: Path) -> None:
     assert available_host_bytes(tmp_path) > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("kv_cache_gib", float("nan")),
+        ("kv_cache_gib", float("inf")),
+        ("kv_cache_gib", "3"),
+        ("kv_cache_gib", 10**400),
+        ("swap_gib", float("nan")),
+        ("swap_gib", float("inf")),
+        ("swap_gib", True),
+        ("watermark", float("nan")),
+        ("watermark", float("-inf")),
+        ("watermark", None),
+        ("num_blocks", 2.5),
+        ("max_num_seqs", "3"),
+        ("block_size", True),
+        ("block_size", None),
+        ("max_queue", 1.0),
+        ("enable_prefix_caching", 1),
+        ("enable_prefix_caching", "no"),
+        ("dtype", []),
+        ("model", 5),
+    ],
+)
+def test_a_value_of_a_wrong_kind_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"^{name} must be"):
+        EngineConfig(**{name: value})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -335,7 +337,7 @@ def test_a_scheduler_that_never_plans_anything_is_a_fault_not_a_hang(
 ) -> None:
     harness = Harness()
     request_id = harness.engine.add_request("x")
-    monkeypatch.setattr(harness.scheduler, "schedule", lambda: StepPlan(1, 0.0))
+    monkeypatch.setattr(harness.scheduler, "_schedule_waiting", lambda step: None)
     answers = harness.run()
     assert "nothing was scheduled in 100 steps" in str(answers[request_id].error)
 
@@ -395,15 +397,15 @@ def test_two_engines_in_one_process_have_metrics_of_their_own() -> None:
     assert second.metric("vllm:generation_tokens_total") == 0
 
 
-def test_a_busy_engine_logs_a_line_every_five_seconds(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_busy_engine_logs_a_line_every_ten_seconds(caplog: pytest.LogCaptureFixture) -> None:
     """Idle time before the work does not dilute the rates."""
     harness = Harness(num_blocks=10)
     harness.clock.now += 1000.0
     with caplog.at_level(logging.INFO, logger="layby.engine"):
-        answer(harness, "x" * 20, SamplingParams(max_tokens=12))
+        answer(harness, "x" * 20, SamplingParams(max_tokens=22))
     assert [record.getMessage() for record in caplog.records] == [
-        "running 1, waiting 0, swapped 0 | KV 20%, swap 0% | 4.0 tokens/s in, 1.0 tokens/s out",
-        "running 1, waiting 0, swapped 0 | KV 20%, swap 0% | 0.0 tokens/s in, 1.0 tokens/s out",
+        "running 1, waiting 0, swapped 0 | KV 20.0%, swap 0.0% | 2.0 tokens/s in, 1.0 tokens/s out",
+        "running 1, waiting 0, swapped 0 | KV 30.0%, swap 0.0% | 0.0 tokens/s in, 1.0 tokens/s out",
     ]
 
 
@@ -413,3 +415,89 @@ def test_stats_read_as_a_mapping_too() -> None:
     assert stats.as_dict()["preemption_rate"] == 0.0
     with pytest.raises(KeyError):
         stats["as_dict"]
+
+
+def test_a_step_that_is_broken_off_ends_the_engine() -> None:
+    """Half a step done, scheduler and executor disagree: going on would mix up tokens."""
+    harness = Harness()
+    harness.engine.add_request("x")
+
+    def interrupt(plan: StepPlan) -> None:
+        raise KeyboardInterrupt
+
+    harness.executor.before_step = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        harness.engine.step()
+    assert "broken off by KeyboardInterrupt" in str(harness.engine.error)
+    assert not harness.engine.has_unfinished
+    with pytest.raises(EngineDeadError):
+        harness.engine.step()
+
+
+class Untouchable(Sequence[int]):
+    """A long list whose items nobody may look at."""
+
+    def __len__(self) -> int:
+        return 10**9
+
+    def __getitem__(self, index: object) -> int:  # type: ignore[override]
+        raise AssertionError("an item was looked at")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [(Untouchable(), "1000000000 tokens"), ("x" * 10_000, "10000 characters, more than the 1024")],
+)
+def test_a_prompt_beyond_the_context_is_refused_by_its_length(prompt: Any, says: str) -> None:
+    harness = Harness()
+    harness.tokenizer.encode = lambda *_: pytest.fail("encoded")  # type: ignore[method-assign]
+    with pytest.raises(InvalidRequestError, match=says) as refusal:
+        harness.engine.prepare(prompt)
+    assert refusal.value.param == "prompt"
+
+
+def test_stop_tokens_that_leave_nothing_to_begin_with_are_refused() -> None:
+    """Every token ends the answer, but min_tokens wants one that does not."""
+    harness = Harness()
+    everything = tuple(range(harness.engine.vocab_size))
+    with pytest.raises(InvalidRequestError, match="every one") as refusal:
+        harness.engine.prepare("x", SamplingParams(stop_token_ids=everything, min_tokens=1))
+    assert refusal.value.param == "stop_token_ids"
+    # The model's own end is the last one missing.
+    but_eos = tuple(token for token in everything if token != harness.tokenizer.EOS)
+    with pytest.raises(InvalidRequestError, match="every one"):
+        harness.engine.prepare("x", SamplingParams(stop_token_ids=but_eos, min_tokens=1))
+    harness.engine.prepare(
+        "x", SamplingParams(stop_token_ids=but_eos, min_tokens=1, ignore_eos=True)
+    )
+    harness.engine.prepare("x", SamplingParams(stop_token_ids=everything))
+
+
+def test_stop_strings_are_prepared_before_the_engine_gets_them() -> None:
+    prepared = Harness().engine.prepare("x", SamplingParams(stop=("aab",)))
+    assert prepared.stops.tables == ([0, 1, 0],)
+
+
+@pytest.mark.parametrize(
+    ("param", "value"),
+    [
+        ("params", "x"),
+        ("params", {"temperature": 0}),
+        ("priority", 1.5),
+        ("priority", None),
+        ("cache_salt", "\ud800"),
+        ("cache_salt", 5),
+        ("cache_salt", None),
+        ("request_id", []),
+        ("request_id", ""),
+        ("request_id", "\ud800"),
+        ("prompt", "\ud800"),
+        ("prompt", {1: 2}),
+    ],
+)
+def test_arguments_of_a_wrong_kind_are_refused_by_name(param: str, value: Any) -> None:
+    harness = Harness()
+    with pytest.raises(InvalidRequestError, match=param) as refusal:
+        harness.engine.add_request(**{"prompt": "x", param: value})
+    assert refusal.value.param == param
+    assert not harness.engine.has_unfinished

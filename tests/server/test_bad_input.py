@@ -71,7 +71,12 @@ WRONG_VALUES = [
     ("top_k", -2, "at least -1"),
     ("top_k", 1.5, "must be an integer"),
     ("min_p", 1.1, "[0, 1]"),
-    ("repetition_penalty", 0, "(0, 100]"),
+    ("repetition_penalty", 0, "[0.01, 100]"),
+    ("repetition_penalty", 1e-300, "[0.01, 100]"),
+    ("stop", "x" * 1025, "1025 characters"),
+    ("stop", ["x"] * 100_000, "at most 16"),
+    ("stop_token_ids", [1] * 1025, "at most 1024"),
+    ("logit_bias", {str(token): 1 for token in range(1025)}, "at most 1024"),
     ("presence_penalty", 2.1, "[-2, 2]"),
     ("frequency_penalty", -2.1, "[-2, 2]"),
     ("seed", 2**70, "between"),
@@ -100,7 +105,7 @@ WRONG_VALUES = [
     ("logit_bias", {"5": 10**400}, "[-100, 100]"),
     ("logit_bias", {"１": 1}, "token ids as keys"),
     ("tools", [{"type": "function", "function": {"name": "f"}}], "does not support tools"),
-    ("tool_choice", "required", "does not support tool_choice"),
+    ("tool_choice", "required", "does not support tool_choice with this value"),
     ("functions", [{"name": "f"}], "does not support functions"),
     ("response_format", {"type": "json_object"}, "does not support response_format"),
     ("suffix", "the end", "does not support suffix"),
@@ -131,6 +136,15 @@ def test_a_wrong_value_is_a_400_that_names_the_parameter(
     assert error["type"] == "invalid_request_error"
     assert says in error["message"]
     assert outer in error["message"]
+
+
+def test_what_layby_cannot_do_with_any_value_is_not_said_of_one_value(
+    client: httpx.Client,
+) -> None:
+    """As if another list of tools would do."""
+    for param, value in (("tools", [{}]), ("suffix", "x"), ("guided_json", {})):
+        answer = client.post(CHAT, json={"messages": HELLO, param: value})
+        assert error_of(answer)["message"] == f"Layby does not support {param}"
 
 
 @pytest.mark.parametrize(

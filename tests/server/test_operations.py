@@ -204,7 +204,10 @@ def test_the_docs_page_needs_nothing_from_elsewhere() -> None:
             assert page.links == ["/openapi.json", "/metrics", "/health"]
             for path in (CHAT, COMPLETIONS, "/v1/models", "/tokenize", "/health", "/metrics"):
                 assert f"http://toy{path}" in page.text
-            assert "presence_penalty" in page.text
+            for field in ("presence_penalty", "messages[].role", "stream_options.include_usage"):
+                assert field in page.text
+            assert "`" not in page.text
+            assert "Successful Response" not in page.text
             evil = await client.get("/docs", headers={"Host": "<script>x"})
             assert "<script>" not in evil.text
             assert (await client.get("/docs", headers={"Host": "[::1"})).status_code == 200
@@ -232,7 +235,13 @@ def test_the_openapi_description_is_complete() -> None:
     _resolve(description["components"], description["components"]["schemas"])
     chat = description["components"]["schemas"]["ChatCompletionRequest"]["properties"]
     assert {"messages", "priority", "top_k", "cache_salt", "max_completion_tokens"} <= set(chat)
-    assert all("description" in field for name, field in chat.items()), chat
+    for path, methods in description["paths"].items():
+        for method, operation in methods.items():
+            assert operation["description"], path
+            assert ("400" in operation["responses"]) == (method == "post"), path
+    for name in ("ChatCompletion", "Completion", "Tokenize", "Detokenize"):
+        fields = description["components"]["schemas"][f"{name}Request"]["properties"]
+        assert all(field["description"] for field in fields.values()), fields
 
 
 def test_a_fault_of_ours_is_a_500_that_tells_nothing_of_others(

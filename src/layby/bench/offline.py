@@ -5,13 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from layby.bench.machine import describe_machine
-from layby.engine import LLM, RequestOutput
 from layby.errors import ConfigError, EngineUnavailableError
 from layby.results import RequestTimes, RunResult
 from layby.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from layby.engine import LLM, RequestOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,16 +87,21 @@ def run_offline(
     """
     outputs = llm.generate(load.prompts(llm), load.params(), progress=progress)
     stats = llm.stats()
+    # What "auto" and the defaults came to on this machine.
+    resolved: dict[str, Any] = {
+        "num_blocks": stats.num_blocks,
+        "num_swap_blocks": stats.num_swap_blocks,
+        "max_model_len": llm.engine.max_model_len,
+    }
+    if llm.engine.device is not None and llm.engine.dtype is not None:
+        resolved |= {"device": llm.engine.device, "dtype": llm.engine.dtype}
     return RunResult.of(
         [_times(output) for output in outputs],
         stats,
         settings={
             **(settings or {}),
             **asdict(load),
-            # What "auto" and the defaults came to on this machine.
-            "num_blocks": stats.num_blocks,
-            "num_swap_blocks": stats.num_swap_blocks,
-            "max_model_len": llm.engine.max_model_len,
+            **resolved,
         },
         machine=describe_machine(),
     )

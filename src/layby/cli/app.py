@@ -13,6 +13,7 @@ from typer.main import get_command
 import layby
 from layby.cli.bench import bench
 from layby.cli.chat import chat
+from layby.cli.flags import in_own_words
 from layby.cli.generate import generate
 from layby.cli.model import model
 from layby.cli.serve import serve
@@ -76,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _complain(_with_hint(error))
         return EXIT_USAGE
     except LaybyError as error:
-        _complain(str(error))
+        _complain("; ".join([str(error), *getattr(error, "__notes__", ())]))
         return EXIT_ERROR
     except (KeyboardInterrupt, typer.Abort):
         return EXIT_INTERRUPTED
@@ -85,6 +86,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # more at its end, and would complain then.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_ERROR
+    except OSError as error:  # of a file nobody thought of, or a full disk
+        place = "" if error.filename is None else f"{error.filename}: "
+        _complain(f"{place}{error.strerror or error}")
+        return EXIT_ERROR
 
 
 def _complain(message: str) -> None:
@@ -92,6 +97,8 @@ def _complain(message: str) -> None:
 
 
 def _with_hint(error: typer.TyperException) -> str:
+    if isinstance(error, typer.BadParameter):
+        error.message = in_own_words(error)
     message = error.format_message().rstrip(".")
     context = getattr(error, "ctx", None)
     where = "layby" if context is None else context.command_path

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, fields
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from layby.bench import OfflineLoad, run_offline
 from layby.cli.flags import engine_flags, takes
 from layby.cli.terminal import (
     JsonTarget,
@@ -16,7 +16,8 @@ from layby.cli.terminal import (
     table_console,
     write_json,
 )
-from layby.engine import LLM, EngineConfig
+from layby.engine import EngineConfig
+from layby.errors import counted
 from layby.results import Distribution, RunResult
 
 if TYPE_CHECKING:
@@ -52,13 +53,40 @@ def offline(
 
     An answer goes on past the model's own end, so that the work is the same in every run.
     """
+    from layby.bench import OfflineLoad, run_offline
+    from layby.engine import LLM
+
     load = OfflineLoad(num_prompts, input_len, output_len, n, temperature, seed)
     log_to_stderr()
     with LLM(**asdict(engine)) as llm:
         result = run_offline(llm, load, settings=asdict(engine))
-    show_result(result, table_console(json))
+    console = table_console(json)
+    _show_settings(result.settings, console)
+    show_result(result, console)
     if json is not None:
         write_json(json, result.as_dict())
+
+
+def _show_settings(settings: Mapping[str, Any], console: Console) -> None:
+    """Print what the figures are of: figures without it cannot be compared."""
+    from rich.table import Table
+
+    table = Table(show_header=False, title="Run", title_justify="left")
+    table.add_column("")
+    table.add_column("", justify="right", overflow="fold")
+    block_tokens = counted(settings["block_size"], "token")
+    samples = f", {counted(settings['n'], 'sample')} each" if settings["n"] > 1 else ""
+    for label, fact in (
+        ("model", settings["model"]),
+        ("device", f"{settings['device']}, {settings['dtype']}"),
+        ("requests", f"{settings['num_prompts']}{samples}"),
+        ("prompt", counted(settings["input_len"], "token")),
+        ("answer", counted(settings["output_len"], "token")),
+        ("device pool", f"{counted(settings['num_blocks'], 'block')} of {block_tokens}"),
+        ("swap pool", counted(settings["num_swap_blocks"], "block")),
+    ):
+        table.add_row(label, fact)
+    console.print(table)
 
 
 def show_result(result: RunResult, console: Console) -> None:
@@ -90,7 +118,7 @@ def show_result(result: RunResult, console: Console) -> None:
         ("preemptions by recompute", f"{result.preemptions.recompute}"),
         ("preemptions per request", f"{result.preemption_rate:.2f}"),
         ("recomputed tokens", f"{result.recomputed_tokens}"),
-        ("longest swapped queue", f"{result.swapped_queue_size_max} requests"),
+        ("longest swapped queue", counted(result.swapped_queue_size_max, "request")),
         ("mean swapped duration", f"{result.avg_swapped_duration_s:.3f} s"),
         ("most KV cache in use", f"{result.kv_usage_max:.0%}"),
     ):

@@ -7,16 +7,18 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from layby.cli.flags import engine_flags, sampling_flags, takes
-from layby.cli.streaming import stream
 from layby.cli.terminal import log_to_stderr, show_text
-from layby.engine import LLM, EngineConfig
+from layby.engine import EngineConfig
 from layby.errors import InvalidRequestError
 from layby.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from layby.engine import LLM
 
 _COMMANDS = "/reset forgets the conversation, /exit or Ctrl-D leaves"
 
@@ -46,6 +48,8 @@ def chat(
     Ctrl-C stops an answer, /reset forgets the conversation, /exit or Ctrl-D leaves. From a pipe,
     every line is one turn, and nothing but the answers is printed.
     """
+    from layby.engine import LLM
+
     log_to_stderr()
     with LLM(**asdict(engine)) as llm:
         conversation = Conversation(llm, sampling, system)
@@ -82,7 +86,7 @@ class Conversation:
         prompt = tokenizer.encode(engine.render_chat(turn), add_special_tokens=False)
         answer = ""
         try:
-            with closing(stream(engine, prompt, self.sampling)) as deltas:
+            with closing(self.llm.stream(prompt, self.sampling)) as deltas:
                 for delta in deltas:
                     piece = "".join(output.text for output in delta.outputs)
                     answer += piece

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import re
 import types
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -19,16 +20,25 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import typer
 
 from layby.engine.config import EngineConfig
-from layby.errors import ConfigError, InvalidRequestError
+from layby.errors import ConfigError, InvalidRequestError, QueueFullError
 from layby.sampling_params import SamplingParams
 
 _NONE = "none"
-"""How None is said on the command line, for a flag whose default is another value."""
+"""How None is said on the command line."""
+
+_EXPECTED = {
+    "int_parsing": "must be an integer",
+    "float_parsing": "must be a number",
+    "finite_number": "must be a finite number",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than_equal": "must be at most {le}",
+}
+"""What typer's checks find, by the names that pydantic has for it."""
 
 _SAMPLING: dict[str, tuple[str, str | None]] = {
     "n": ("Samples drawn for each prompt.", "samples"),
     "max_tokens": (
-        "Most tokens to generate. None: as many as the context and the KV cache hold.",
+        "Most tokens to generate. none: as many as the context and the KV cache hold.",
         "tokens",
     ),
     "min_tokens": ("Generate so many before the text may end.", "tokens"),
@@ -40,7 +50,7 @@ _SAMPLING: dict[str, tuple[str, str | None]] = {
     "presence_penalty": ("Subtracted once from the logits of generated tokens.", "logits"),
     "frequency_penalty": ("Subtracted from them once per occurrence.", "logits"),
     "logit_bias": ("ID=BIAS: add BIAS to the logit of token ID; may be repeated.", "logits"),
-    "seed": ("Makes the answer repeatable. None: another one each time.", None),
+    "seed": ("Makes the answer repeatable. none: another one each time.", None),
     "stop": ("Text that ends the answer and is not part of it; may be repeated.", "text"),
     "stop_token_ids": ("Token that ends the answer; may be repeated.", "token id"),
     "ignore_eos": ("Go on past the model's own end.", None),
@@ -123,7 +133,10 @@ def sampling_flags(*, without: Collection[str] = (), **defaults: Any) -> FlagGro
 
 
 def takes(**groups: FlagGroup) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Replace each parameter of a command that is named here by the flags of its group."""
+    """Replace each parameter of a command that is named here by the flags of its group.
+
+    An error that is about a setting names the flag, as it is typed, and tells where to look it up.
+    """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command, eval_str=True)
@@ -134,18 +147,61 @@ def takes(**groups: FlagGroup) -> Callable[[Callable[..., None]], Callable[..., 
             else:
                 parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
 
+        names = [flag.name for flag in parameters]
+        # Typer hands the context to a parameter of this type; it is no flag.
+        context_parameter = inspect.Parameter(
+            "typer_context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context
+        )
+        parameters.append(context_parameter)
+
         @functools.wraps(command)
-        def call(**values: Any) -> None:
-            for name, group in groups.items():
-                own = {flag.name: values.pop(flag.name) for flag in group.parameters}
-                values[name] = group.build(**own)
-            command(**values)
+        def call(*, typer_context: typer.Context, **values: Any) -> None:
+            try:
+                for name, group in groups.items():
+                    own = {flag.name: values.pop(flag.name) for flag in group.parameters}
+                    values[name] = group.build(**own)
+                command(**values)
+            except (ConfigError, InvalidRequestError, QueueFullError) as error:
+                message = with_flags(str(error), names)
+                if message != str(error):
+                    error.args = (message,)
+                    error.add_note(f"see: {typer_context.command_path} --help")
+                raise
 
         vars(call)["__signature__"] = signature.replace(parameters=parameters)
         call.__annotations__ = {flag.name: flag.annotation for flag in parameters}
         return call
 
     return decorate
+
+
+def with_flags(message: str, names: Collection[str]) -> str:
+    """A message about settings, with each of these names as the flag that sets it.
+
+    A name of one word, such as ``model``, may just be that word: it counts only where the message
+    says what it must be.
+    """
+    of_one_word = [name for name in names if "_" not in name]
+    of_several = [name for name in names if "_" in name]
+    pattern = rf"(?<![\w-])(?:{'|'.join(of_several)})(?!\w)|^(?:{'|'.join(of_one_word)})(?= must )"
+    return re.sub(pattern, lambda found: _as_flag(found[0]), message)
+
+
+def in_own_words(error: typer.BadParameter) -> str:
+    """What is wrong with the value of a flag, without the terms of the library that checked it."""
+    errors = getattr(error.__cause__, "errors", None)
+    if errors is None:
+        return error.message
+    fault = errors()[0]
+    if fault["type"] == "value_error":  # raised by a parser of ours
+        return str(fault["ctx"]["error"])
+    if fault["type"] not in _EXPECTED:
+        return error.message
+    return f"{_EXPECTED[fault['type']].format_map(fault.get('ctx', {}))}, got {fault['input']!r}"
+
+
+def _as_flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _flag(
@@ -158,10 +214,10 @@ def _flag(
     else:
         shown = True
     option: Any = typer.Option(
-        f"--{name.replace('_', '-')}" + _off_switch(name, annotation),
+        _as_flag(name) + _off_switch(name, annotation),
         help=f"{help_text} ({unit})" if unit else help_text,
         show_default=shown,
-        parser=_or_none(annotation) if is_optional and default is not None else None,
+        parser=_or_none(annotation) if is_optional else None,
     )
     return inspect.Parameter(
         name,
@@ -178,9 +234,15 @@ def _off_switch(name: str, annotation: Any) -> str:
 def _or_none(annotation: Any) -> Callable[[Any], Any]:
     """A parser of one value, or of ``none``."""
     kind = next(part for part in get_args(annotation) if part is not type(None))
+    wanted = {int: "an integer", float: "a number"}[kind]
 
     def parse(text: Any) -> Any:
-        return None if str(text).lower() == _NONE else kind(text)
+        if str(text).lower() == _NONE:
+            return None
+        try:
+            return kind(text)
+        except ValueError:
+            raise ValueError(f"must be {wanted} or {_NONE}, got {text!r}") from None
 
     return parse
 

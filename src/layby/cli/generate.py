@@ -7,15 +7,17 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from layby.cli.flags import engine_flags, sampling_flags, takes
-from layby.cli.streaming import stream
 from layby.cli.terminal import STDOUT, JsonTarget, log_to_stderr, show_text, write_json
-from layby.engine import LLM, EngineConfig, RequestOutput
+from layby.engine import EngineConfig
 from layby.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from layby.engine import LLM, RequestOutput
 
 
 # Here, --seed is the request's own; prompts given all at once are never too many for the queue.
@@ -42,8 +44,12 @@ def generate(
 ) -> None:
     """Continue texts. For a conversation with the model, there is: layby chat."""
     texts = [*(prompts or []), *(_lines(file) if file is not None else [])]
+    if not texts and file is not None:
+        raise typer.BadParameter(f"{file} holds no prompt, only empty lines", param_hint="--file")
     if not texts:
         raise typer.BadParameter("give a PROMPT, or some in a --file", param_hint="PROMPT")
+    from layby.engine import LLM
+
     log_to_stderr()
     with LLM(**asdict(engine)) as llm:
         if json is None and len(texts) == sampling.n == 1 and sys.stdout.isatty():
@@ -63,14 +69,15 @@ def _lines(file: str) -> list[str]:
     try:
         text = sys.stdin.read() if file == STDOUT else Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise typer.BadParameter(f"cannot read {file}: {error}", param_hint="--file") from error
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise typer.BadParameter(f"cannot read {file}: {why}", param_hint="--file") from error
     return [line for line in text.splitlines() if line.strip()]
 
 
 def _show_as_it_comes(llm: LLM, prompt: str, sampling: SamplingParams) -> None:
     line_end = ""  # none is due before there is anything on the line
     try:
-        with closing(stream(llm.engine, prompt, sampling)) as deltas:
+        with closing(llm.stream(prompt, sampling)) as deltas:
             for delta in deltas:
                 show_text("".join(piece.text for piece in delta.outputs))
                 line_end = "\n"

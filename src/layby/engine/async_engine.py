@@ -15,24 +15,35 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
+from typing import TypeVar
 
 from layby.engine.config import EngineConfig
 from layby.engine.engine import Engine, PreparedRequest
 from layby.engine.interfaces import ChatTemplate, Tokenizer
 from layby.engine.metrics import EngineStats
 from layby.engine.outputs import CompletionDelta, RequestDelta
+from layby.engine.workers import Workers
 from layby.errors import (
     EngineDeadError,
     EngineDrainingError,
     EngineUnavailableError,
     LaybyError,
+    prefixed,
 )
 from layby.sampling_params import SamplingParams
 
 logger = logging.getLogger("layby.engine")
 
-LONG_PROMPT_CHARS = 10_000
-"""Prompts longer than this are tokenised in a helper thread, so the event loop goes on."""
+LONG_WORK = 10_000
+"""Calls with more characters and token ids than this are prepared in a helper thread."""
+
+PROMPT_WORK = 100
+"""What a prompt costs beside its length, in the same measure."""
+
+NUM_WORKERS = 4
+"""Most calls that are prepared at a time; each takes no longer than a context's worth of text."""
+
+T = TypeVar("T")
 
 FORCED_END_WAIT_S = 5.0
 """How long a shutdown that has passed its limit waits for the step in flight to end."""
@@ -124,10 +135,12 @@ class RequestStream:
 
 @dataclass(frozen=True, slots=True)
 class _Submit:
-    """Queue a request; the future gets None or the error."""
+    """Queue all of these requests or none; the future gets None or the error."""
 
-    prepared: PreparedRequest
-    stream: RequestStream
+    prepared: list[PreparedRequest]
+    streams: list[RequestStream]
+    names_index: bool
+    loop: asyncio.AbstractEventLoop
     done: asyncio.Future[None]
 
 
@@ -146,6 +159,7 @@ class AsyncEngine:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._workers = Workers(NUM_WORKERS)
         self._wake = threading.Condition()  # guards the four below
         self._commands: deque[_Submit | _Abort] = deque()
         self._draining = False
@@ -250,18 +264,47 @@ class AsyncEngine:
             priority=priority,
             cache_salt=cache_salt,
         )
-        is_long = isinstance(prompt, str) and len(prompt) > LONG_PROMPT_CHARS
-        prepared = await asyncio.to_thread(prepare) if is_long else prepare()
-        loop = asyncio.get_running_loop()
-        stream = RequestStream(self, prepared, loop)
-        done = loop.create_future()
-        self._command(_Submit(prepared, stream, done))
-        try:
-            await done
-        except asyncio.CancelledError:
-            stream.close()  # it may have been queued already
-            raise
+        [stream] = await self._queue([await self.prepare_in_time(prepare, _work_of([prompt]))])
         return stream
+
+    async def submit_all(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        names_index: bool = False,
+    ) -> list[RequestStream]:
+        """Queue a request for each prompt, or none of them if one is refused.
+
+        Arguments and errors are those of ``submit``; with ``names_index`` the message of an error
+        begins with the prompt's number.
+        """
+        self._check_open()
+
+        def prepare() -> list[PreparedRequest]:
+            prepared = []
+            for index, prompt in enumerate(prompts):
+                with prefixed(f"prompt[{index}]", when=names_index):
+                    prepared.append(
+                        self._engine.prepare(
+                            prompt, params, priority=priority, cache_salt=cache_salt
+                        )
+                    )
+            return prepared
+
+        prepared = await self.prepare_in_time(prepare, _work_of(prompts))
+        return await self._queue(prepared, names_index=names_index)
+
+    async def prepare_in_time(self, call: Callable[[], T], work: int) -> T:
+        """Call it, in a thread if there is so much work that the event loop would notice.
+
+        Args:
+            call: Must be safe in any thread.
+            work: Characters and token ids it looks at.
+        """
+        return await self._workers.run(call) if work > LONG_WORK else call()
 
     async def generate(
         self,
@@ -284,6 +327,18 @@ class AsyncEngine:
                 yield delta
         finally:
             stream.close()
+
+    # --- checks, safe in any thread ---
+
+    def encode(
+        self, text: str, add_special_tokens: bool = True, *, param: str = "prompt"
+    ) -> list[int]:
+        """As :meth:`Engine.encode`."""
+        return self._engine.encode(text, add_special_tokens, param=param)
+
+    def check_chars(self, num_chars: int, param: str) -> None:
+        """As :meth:`Engine.check_chars`."""
+        self._engine.check_chars(num_chars, param)
 
     # --- state ---
 
@@ -323,6 +378,16 @@ class AsyncEngine:
         return self._engine.max_model_len
 
     @property
+    def max_prompt_chars(self) -> int:
+        """Characters that no prompt can exceed."""
+        return self._engine.max_prompt_chars
+
+    @property
+    def max_queued_seqs(self) -> int | None:
+        """Most sequences that an idle engine accepts at a time; None: no limit."""
+        return self._engine.max_queued_seqs
+
+    @property
     def vocab_size(self) -> int:
         """Token ids the model knows, from 0."""
         return self._engine.vocab_size
@@ -345,6 +410,22 @@ class AsyncEngine:
             raise EngineDeadError(str(self.error))
         if self._thread is None:
             raise EngineUnavailableError("the engine has not been started")
+
+    async def _queue(
+        self, prepared: list[PreparedRequest], *, names_index: bool = False
+    ) -> list[RequestStream]:
+        """Hand requests over, in one command: the engine obeys only between two steps."""
+        loop = asyncio.get_running_loop()
+        streams = [RequestStream(self, one, loop) for one in prepared]
+        done = loop.create_future()
+        self._command(_Submit(prepared, streams, names_index, loop, done))
+        try:
+            await done
+        except asyncio.CancelledError:
+            for stream in streams:
+                stream.close()  # it may have been queued already
+            raise
+        return streams
 
     def _command(self, command: _Submit | _Abort) -> None:
         """Leave a command for the engine's thread.
@@ -376,7 +457,9 @@ class AsyncEngine:
                     self._post_all(self._engine.step())
         except BaseException as fault:
             logger.exception("the engine's loop failed")
-            self._engine.fail_all(f"{type(fault).__name__}: {fault}")  # _close tells the readers
+            if self.error is None:
+                self._engine.fail_all(f"{type(fault).__name__}: {fault}")
+            # _close tells the readers.
         finally:
             self._close()
 
@@ -403,14 +486,20 @@ class AsyncEngine:
 
     def _submit(self, command: _Submit) -> None:
         error: Exception | None = None
+        queued = []
         try:
-            self._engine.submit(command.prepared)
-            self._streams[command.stream.request_id] = command.stream
+            for index, prepared in enumerate(command.prepared):
+                with prefixed(f"prompt[{index}]", when=command.names_index):
+                    queued.append(self._engine.submit(prepared))
         except Exception as refusal:
             if not isinstance(refusal, LaybyError):
-                logger.exception("request %s could not be queued", command.stream.request_id)
+                logger.exception("a request could not be queued")
             error = refusal
-        self._post(command.stream.loop, partial(_resolve, command.done, error))
+            for request_id in queued:
+                self._engine.abort(request_id)
+        else:
+            self._streams.update((stream.request_id, stream) for stream in command.streams)
+        self._post(command.loop, partial(_resolve, command.done, error))
 
     def _abort(self, request_id: str, error: LaybyError | None = None) -> None:
         delta = self._engine.abort(request_id, error)
@@ -449,11 +538,18 @@ class AsyncEngine:
         error = self.error or EngineDrainingError("the engine has shut down")
         for command in commands:
             if isinstance(command, _Submit):
-                self._post(command.stream.loop, partial(_resolve, command.done, error))
+                self._post(command.loop, partial(_resolve, command.done, error))
         streams, self._streams = self._streams, {}
         for stream in streams.values():  # none, unless the loop itself failed
             self._post(stream.loop, partial(stream._force_end, "error", error))
         self._flush()
+
+
+def _work_of(prompts: Sequence[str | Sequence[int]]) -> int:
+    """How much there is to look at; what is no prompt at all is refused at a glance."""
+    return sum(
+        PROMPT_WORK + (len(prompt) if isinstance(prompt, Sequence) else 0) for prompt in prompts
+    )
 
 
 def _resolve(done: asyncio.Future[None], error: Exception | None) -> None:

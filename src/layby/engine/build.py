@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import os
 
-from layby.engine.config import EngineConfig
+from layby.engine.config import GIB, EngineConfig
 from layby.engine.engine import Engine
 from layby.engine.memory import available_host_bytes
+from layby.errors import counted
 from layby.scheduling import Scheduler
 
 logger = logging.getLogger("layby.engine")
@@ -39,20 +40,22 @@ def build_engine(config: EngineConfig, *, allow_download: bool = True) -> Engine
         if kernels.available():
             kernels.set_num_threads(config.num_threads)
     device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, device)
     model = load(config.model, allow_download=allow_download)
     geometry = model.config
     network = build_network(
         model,
-        dtype=resolve_dtype(config.dtype, device),
+        dtype=dtype,
         kv_cache_dtype=config.kv_cache_dtype,
         device=device,
         block_size=config.block_size,
     )
     # Memory is looked at only now, when the weights have theirs.
     on_cuda = device.type == "cuda"
+    block_bytes = network.kv_format(config.block_size).block_bytes
     resolved = config.resolve(
         context_length=geometry.context_length,
-        block_bytes=network.kv_format(config.block_size).block_bytes,
+        block_bytes=block_bytes,
         host_bytes=available_host_bytes(),
         cuda_bytes=torch.cuda.mem_get_info(device)[0] if on_cuda else None,
     )
@@ -64,12 +67,14 @@ def build_engine(config: EngineConfig, *, allow_download: bool = True) -> Engine
     )
     max_model_len = resolved.max_model_len or geometry.context_length
     logger.info(
-        "%s in %s: %d blocks of KV cache, %d of swap, %d tokens of context",
+        "%s in %s: KV cache %s (%.2f GiB), swap %s (%.2f GiB), context %s",
         model.name,
         network.name,
-        resolved.num_blocks,
-        resolved.num_swap_blocks,
-        max_model_len,
+        counted(resolved.num_blocks, "block"),
+        resolved.num_blocks * block_bytes / GIB,
+        counted(resolved.num_swap_blocks, "block"),
+        resolved.num_swap_blocks * block_bytes / GIB,
+        counted(max_model_len, "token"),
     )
     return Engine(
         Scheduler(resolved),
@@ -80,4 +85,6 @@ def build_engine(config: EngineConfig, *, allow_download: bool = True) -> Engine
         vocab_size=geometry.vocab_size,
         max_model_len=max_model_len,
         seed=config.seed,
+        device=str(device),
+        dtype=dtype,
     )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 import logging
+import os
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from layby.errors import ConfigError
+from layby.errors import ConfigError, counted, shown
 from layby.scheduling.config import PREEMPTION_MODES, SchedulerConfig
 from layby.scheduling.policy import POLICIES
 
@@ -20,6 +21,9 @@ HOST_POOL_SHARE = 0.4
 
 CUDA_POOL_SHARE = 0.8
 """Share of the free GPU memory that it takes there, after the weights are loaded."""
+
+DEFAULT_SWAP_GIB = 4.0
+"""Size of the swap pool where none is asked for and the RAM allows it."""
 
 SWAP_POOL_SHARE = 0.5
 """Most that a swap pool sized in GiB takes of the RAM that the device pool leaves."""
@@ -73,10 +77,10 @@ class EngineConfig:
     kv_cache_gib: float | None = _option(
         None, "Size of the device pool of KV cache, instead of num_blocks.", unit="GiB"
     )
-    swap_gib: float = _option(
-        4.0,
-        "RAM for parked KV cache; 0: victims are recomputed. Reduced, with a warning, to "
-        f"{SWAP_POOL_SHARE:.0%} of the RAM that is left.",
+    swap_gib: float | None = _option(
+        None,
+        "RAM for parked KV cache; 0: victims are recomputed. Never more than "
+        f"{SWAP_POOL_SHARE:.0%} of the RAM that is left. Default: {DEFAULT_SWAP_GIB:g}.",
         unit="GiB",
     )
     num_swap_blocks: int | None = _option(
@@ -95,7 +99,9 @@ class EngineConfig:
         choices=PREEMPTION_MODES,
     )
     scheduling_policy: str = _option(
-        "swapped-first", "Whose turn it is; see the docs.", choices=tuple(POLICIES)
+        "swapped-first",
+        "Whose turn it is; docs/architecture.md explains each.",
+        choices=tuple(POLICIES),
     )
     enable_prefix_caching: bool = _option(True, "Reuse the KV cache of equal prompt beginnings.")
     watermark: float = _option(
@@ -105,11 +111,11 @@ class EngineConfig:
     )
     max_queue: int | None = _option(
         1024,
-        "Most sequences that wait, beyond those that can run; more are refused. None: no limit.",
+        "Most sequences that wait, beyond those that can run; more are refused; none: no limit.",
         unit="sequences",
     )
     seed: int | None = _option(
-        None, "Base of the seeds of requests that bring none. None: from the system."
+        None, "Base of the seeds of requests that bring none of their own; none: from the system."
     )
     num_threads: int | None = _option(
         None, "CPU threads of the model. Default: what torch chooses.", unit="threads"
@@ -118,6 +124,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for option in fields(self):
             choices, value = option.metadata["choices"], getattr(self, option.name)
+            _check_type(option.name, option.type, value)
             if choices and value not in choices:
                 raise ConfigError(
                     f"{option.name} must be one of {', '.join(choices)}; got {value!r}"
@@ -129,7 +136,7 @@ class EngineConfig:
             )
         if self.kv_cache_gib is not None and self.kv_cache_gib <= 0:
             raise ConfigError(f"kv_cache_gib must be above 0, got {self.kv_cache_gib:g}")
-        if self.swap_gib < 0:
+        if self.swap_gib is not None and self.swap_gib < 0:
             raise ConfigError(f"swap_gib must be at least 0, got {self.swap_gib:g}")
         if self.num_threads is not None and self.num_threads < 1:
             raise ConfigError(f"num_threads must be at least 1, got {self.num_threads}")
@@ -182,7 +189,7 @@ class EngineConfig:
         if max_model_len > context_length:
             raise ConfigError(
                 f"max_model_len ({max_model_len}) is more than the model's context "
-                f"({context_length} tokens)"
+                f"({counted(context_length, 'token')})"
             )
         num_blocks = self._num_blocks(block_bytes, max_model_len, host_bytes, cuda_bytes)
         left_bytes = host_bytes - (num_blocks * block_bytes if cuda_bytes is None else 0)
@@ -212,7 +219,8 @@ class EngineConfig:
             )
         if num_blocks * block_bytes > available:
             raise ConfigError(
-                f"{asked} takes {num_blocks * block_bytes / GIB:.2f} GiB for {num_blocks} blocks; "
+                f"{asked} takes {num_blocks * block_bytes / GIB:.2f} GiB for "
+                f"{counted(num_blocks, 'block')}; "
                 f"{available / GIB:.2f} GiB are available"
             )
         return num_blocks
@@ -231,11 +239,12 @@ class EngineConfig:
             "reserve",
         ):
             return 0  # nothing will ever be parked
-        asked_bytes, limit_bytes = int(self.swap_gib * GIB), int(left_bytes * SWAP_POOL_SHARE)
-        if asked_bytes > limit_bytes:
+        swap_gib = DEFAULT_SWAP_GIB if self.swap_gib is None else self.swap_gib
+        asked_bytes, limit_bytes = int(swap_gib * GIB), int(left_bytes * SWAP_POOL_SHARE)
+        if asked_bytes > limit_bytes and self.swap_gib is not None:
             logger.warning(
                 "swap_gib=%g reduced to %.2f GiB: %.2f GiB of RAM are left",
-                self.swap_gib,
+                swap_gib,
                 limit_bytes / GIB,
                 left_bytes / GIB,
             )
@@ -257,3 +266,23 @@ class EngineConfig:
             watermark=self.watermark,
             max_queue=self.max_queue,
         )
+
+
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "str": ((str, os.PathLike), "text"),
+    "bool": ((bool,), "true or false"),
+    "int": ((int,), "a whole number"),
+    "float": ((int, float), "a finite number"),
+}
+
+
+def _check_type(name: str, annotation: Any, value: object) -> None:
+    """Compare a value with its field's annotation, which is text: ``int``, ``float | None`` …"""
+    kind, _, optional = str(annotation).partition(" | ")
+    if optional and value is None:
+        return
+    types, what = _KINDS[kind]
+    # A bool is an int to Python, not to a person; and no size is beyond the floats.
+    fits = isinstance(value, types) and isinstance(value, bool) == (kind == "bool")
+    if not fits or (isinstance(value, (int, float)) and not abs(value) < 2.0**1000):
+        raise ConfigError(f"{name} must be {what}, got {shown(value)}")

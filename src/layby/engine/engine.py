@@ -21,6 +21,8 @@ from layby.errors import (
     InvalidRequestError,
     LaybyError,
     RequestFailedError,
+    counted,
+    shown,
 )
 from layby.execution.executor import Executor, PositionLogprobs, StepResult
 from layby.sampling_params import SamplingParams
@@ -43,11 +45,13 @@ class PreparedRequest:
         request: For the scheduler; its payload is the SamplingParams with the seed resolved.
         prompt: The prompt's text, None if it came as token ids.
         params: As the caller gave them.
+        stops: The stop strings of ``params``, ready to be searched for.
     """
 
     request: Request
     prompt: str | None
     params: SamplingParams
+    stops: StopStrings
 
 
 @dataclass(slots=True)
@@ -84,6 +88,7 @@ class Engine:
         vocab_size: Token ids the model knows, from 0; the tokenizer's if None.
         max_model_len: Most tokens, prompt and output, of one sequence.
         seed: Base of the seeds of requests that bring none; None takes them from the system.
+        device, dtype: What the executor computes on and in, for reports; None: not known.
         clock: Seconds, monotonic.
     """
 
@@ -98,6 +103,8 @@ class Engine:
         vocab_size: int | None = None,
         max_model_len: int,
         seed: int | None = None,
+        device: str | None = None,
+        dtype: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduler = scheduler
@@ -107,6 +114,8 @@ class Engine:
         self.model_name = model_name
         self.vocab_size = tokenizer.vocab_size if vocab_size is None else vocab_size
         self.max_model_len = max_model_len
+        self.device = device
+        self.dtype = dtype
         self.error: EngineDeadError | None = None
         self._clock = clock
         self._live: dict[str, _Live] = {}
@@ -165,18 +174,29 @@ class Engine:
     ) -> PreparedRequest:
         """The checks of ``add_request`` that need no look at the queues; safe in any thread.
 
-        A request arrives when it is prepared. ``max_tokens=None`` becomes what the context and
+        Costs no more than a context's worth of prompt, however long the prompt is. A request
+        arrives when it is prepared. ``max_tokens=None`` becomes what the context and
         the KV cache can hold; a ``max_tokens`` that is given must fit as it stands.
 
         Raises:
             InvalidRequestError: As ``add_request``.
         """
         params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequestError(
+                f"params must be SamplingParams, got {shown(params)}", param="params"
+            )
         params.check_vocabulary(self.vocab_size)
         if not isinstance(priority, int) or isinstance(priority, bool):
             raise InvalidRequestError(
-                f"priority must be an integer, got {priority!r}", param="priority"
+                f"priority must be an integer, got {shown(priority)}", param="priority"
             )
+        _check_text("cache_salt", cache_salt)
+        if request_id is not None:
+            _check_text("request_id", request_id)
+            if not request_id:
+                raise InvalidRequestError("request_id is empty", param="request_id")
+        stop_token_ids = self._stop_token_ids(params)
         tokens = self._prompt_tokens_of(prompt)
         request = Request(
             self._new_id() if request_id is None else request_id,
@@ -186,13 +206,18 @@ class Engine:
             priority=priority,
             arrival_time=self._clock(),
             min_tokens=params.min_tokens,
-            stop_token_ids=self._stop_token_ids(params),
+            stop_token_ids=stop_token_ids,
             cache_salt=cache_salt,
             # Every prompt position must be computed to have its log-probabilities.
             use_prefix_cache=params.prompt_logprobs is None,
             payload=params if params.seed is not None else replace(params, seed=self._new_seed()),
         )
-        return PreparedRequest(request, prompt if isinstance(prompt, str) else None, params)
+        return PreparedRequest(
+            request,
+            prompt if isinstance(prompt, str) else None,
+            params,
+            StopStrings(params.stop),
+        )
 
     def submit(self, prepared: PreparedRequest) -> str:
         """Queue a prepared request; return its id. Raises as ``add_request``."""
@@ -204,14 +229,13 @@ class Engine:
             )
         was_idle = not self._live
         self.scheduler.add_request(request)
-        stops = StopStrings(params.stop)
         assert request.arrival_time is not None  # set by prepare
         self._live[request.request_id] = _Live(
             request,
             params,
             request.arrival_time,
             [
-                _SampleState(Detokenizer(self.tokenizer, stops, params.min_tokens))
+                _SampleState(Detokenizer(self.tokenizer, prepared.stops, params.min_tokens))
                 for _ in range(params.n)
             ],
             None if params.prompt_logprobs is None else [None] * request.num_prompt_tokens,
@@ -220,6 +244,46 @@ class Engine:
         if was_idle:
             self._busy_log.restart(self._clock(), self._stats)
         return request.request_id
+
+    @property
+    def max_prompt_chars(self) -> int:
+        """Characters that no prompt can exceed: a context of the longest tokens."""
+        return self.max_model_len * self.tokenizer.longest_token_bytes
+
+    @property
+    def max_queued_seqs(self) -> int | None:
+        """Most sequences that an idle engine accepts at a time; None: no limit."""
+        config = self.scheduler.config
+        return None if config.max_queue is None else config.max_queue + config.max_num_seqs
+
+    def encode(
+        self, text: str, add_special_tokens: bool = True, *, param: str = "prompt"
+    ) -> list[int]:
+        """Token ids of a text; safe in any thread.
+
+        Args:
+            text: What to encode.
+            add_special_tokens: Put the model's own BOS (EOS) around it.
+            param: What the caller calls the text, for errors.
+
+        Raises:
+            InvalidRequestError: The text is not valid Unicode, or no context could hold it; the
+                latter is found without encoding it.
+        """
+        self.check_chars(len(text), param)
+        _check_text(param, text)
+        return self.tokenizer.encode(text, add_special_tokens)
+
+    def check_chars(self, num_chars: int, param: str) -> None:
+        """Raise InvalidRequestError if no context could hold a text so long."""
+        if num_chars > self.max_prompt_chars:
+            raise InvalidRequestError(
+                f"{param} has {counted(num_chars, 'character')}, more than the "
+                f"{self.max_prompt_chars} that the context of {self.max_model_len} tokens could "
+                f"hold even if each were the longest "
+                f"({counted(self.tokenizer.longest_token_bytes, 'byte')})",
+                param=param,
+            )
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
@@ -232,8 +296,7 @@ class Engine:
             InvalidRequestError: There are no messages, the model has no chat template, or the
                 template does not take these messages.
         """
-        if not messages:
-            raise InvalidRequestError("messages is empty", param="messages")
+        _check_messages(messages)
         if self.chat_template is None:
             raise InvalidRequestError(
                 f"model {self.model_name} has no chat template; use a plain prompt",
@@ -252,10 +315,12 @@ class Engine:
         """Decide, compute, commit; return what was added to each request.
 
         A request that fails alone ends with ``error`` in the returned deltas. If the step as a
-        whole fails, every live request does, and the engine is dead: ``error`` says why.
+        whole fails, every live request does, and the engine is dead: ``error`` says why. So it is
+        if a step is broken off (Ctrl-C): scheduler and executor may disagree from then on.
 
         Raises:
             EngineUnavailableError: As ``add_request``.
+            BaseException: What broke the step off, if that was no Exception.
         """
         self._check_alive()
         try:
@@ -266,11 +331,14 @@ class Engine:
             self.scheduler.update(plan, result.tokens)
             deltas += self._collect(plan, result)
             self._check_progress(plan)
+            self._publish()
+            self._busy_log.step(self._clock(), self._stats)
         except Exception as fault:
             logger.exception("a step failed; the engine is dead")
             return self.fail_all(f"{type(fault).__name__}: {fault}")
-        self._publish()
-        self._busy_log.step(self._clock(), self._stats)
+        except BaseException as fault:
+            self.fail_all(f"a step was broken off by {type(fault).__name__}")
+            raise
         return [delta for delta in deltas if delta is not None]
 
     def abort(self, request_id: str, error: LaybyError | None = None) -> RequestDelta | None:
@@ -293,8 +361,8 @@ class Engine:
 
     def fail_all(self, why: str) -> list[RequestDelta]:
         """Declare the engine dead; return the last delta of every live request."""
-        number = len(self._live)
-        self.error = EngineDeadError(f"the engine failed ({why}) with {number} requests in flight")
+        in_flight = counted(len(self._live), "request")
+        self.error = EngineDeadError(f"the engine failed ({why}) with {in_flight} in flight")
         deltas = []
         for live in list(self._live.values()):
             try:
@@ -326,7 +394,7 @@ class Engine:
 
     def _prompt_tokens_of(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
-            tokens = self.tokenizer.encode(prompt)
+            tokens = self.encode(prompt)
         else:
             tokens = self._checked_token_ids(prompt)
         if not tokens:
@@ -339,49 +407,64 @@ class Engine:
                 f"prompt must be a string or a list of token ids, got {type(prompt).__name__}",
                 param="prompt",
             )
+        self._room_after(len(prompt))
         for index, token in enumerate(prompt):
             if not isinstance(token, int) or isinstance(token, bool):
                 raise InvalidRequestError(
-                    f"prompt[{index}] must be a token id, got {token!r}", param="prompt"
+                    f"prompt[{index}] must be a token id, got {shown(token)}", param="prompt"
                 )
             if not 0 <= token < self.vocab_size:
                 raise InvalidRequestError(
-                    f"prompt[{index}] is token id {token}, "
-                    f"but the vocabulary has {self.vocab_size} tokens",
+                    f"prompt[{index}] is token id {shown(token)}, "
+                    f"but the vocabulary has {counted(self.vocab_size, 'token')}",
                     param="prompt",
                 )
         return list(prompt)
 
-    def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
-        """Most tokens to generate, checked against the context and, if open, the pool."""
+    def _room_after(self, num_prompt_tokens: int) -> int:
+        """Tokens that the context has left for the answer, at least one."""
         room = self.max_model_len - num_prompt_tokens
         if room < 1:
             raise InvalidRequestError(
-                f"the prompt has {num_prompt_tokens} tokens; the context holds "
+                f"the prompt has {counted(num_prompt_tokens, 'token')}; the context holds "
                 f"{self.max_model_len}, and at least one must be left for the answer",
                 param="prompt",
             )
+        return room
+
+    def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        """Most tokens to generate, checked against the context and, if open, the pool."""
+        room = self._room_after(num_prompt_tokens)
+        prompt_has = f"the prompt has {counted(num_prompt_tokens, 'token')}"
         if params.max_tokens is not None:
             if params.max_tokens > room:
+                together = shown(num_prompt_tokens + params.max_tokens)
                 raise InvalidRequestError(
-                    f"the prompt has {num_prompt_tokens} tokens and max_tokens is "
-                    f"{params.max_tokens}, together {num_prompt_tokens + params.max_tokens}; the "
-                    f"context holds {self.max_model_len}",
+                    f"{prompt_has} and max_tokens is {shown(params.max_tokens)}, together "
+                    f"{together}; the context holds {self.max_model_len}",
                     param="max_tokens",
                 )
             return params.max_tokens
         if params.min_tokens > room:
             raise InvalidRequestError(
-                f"the prompt has {num_prompt_tokens} tokens and min_tokens is "
-                f"{params.min_tokens}; the context holds {self.max_model_len}",
+                f"{prompt_has} and min_tokens is "
+                f"{shown(params.min_tokens)}; the context holds {self.max_model_len}",
                 param="min_tokens",
             )
         # If not even one token fits in the pool, the scheduler refuses it with the numbers.
         return max(1, min(room, self.scheduler.max_output_tokens(num_prompt_tokens, params.n)))
 
     def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
+        """Tokens that end a sequence; before ``min_tokens`` something else must be possible."""
         asked = frozenset(params.stop_token_ids)
-        return asked if params.ignore_eos else asked | self.tokenizer.eos_ids
+        ends = asked if params.ignore_eos else asked | self.tokenizer.eos_ids
+        if params.min_tokens and sum(token < self.vocab_size for token in ends) >= self.vocab_size:
+            raise InvalidRequestError(
+                f"min_tokens is {params.min_tokens}, but every one of the vocabulary's "
+                f"{counted(self.vocab_size, 'token')} ends the sequence",
+                param="stop_token_ids",
+            )
+        return ends
 
     def _new_id(self) -> str:
         return f"{self._id_prefix}-{next(self._id_numbers)}"
@@ -563,3 +646,31 @@ class Engine:
             prefix_cache_queried_tokens=metrics.prefix_cache_queried_tokens,
             prefix_cache_hit_tokens=metrics.prefix_cache_hit_tokens,
         )
+
+
+def _check_text(param: str, value: object) -> None:
+    """Raise InvalidRequestError unless it is a string that has a UTF-8 form."""
+    if not isinstance(value, str):
+        raise InvalidRequestError(f"{param} must be a string, got {shown(value)}", param=param)
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"{param} is not valid Unicode: lone surrogate at character {error.start}",
+            param=param,
+        ) from None
+
+
+def _check_messages(messages: object) -> None:
+    if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
+        raise InvalidRequestError(
+            f"messages must be a list of messages, got {shown(messages)}", param="messages"
+        )
+    if not messages:
+        raise InvalidRequestError("messages is empty", param="messages")
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+            raise InvalidRequestError(
+                f"messages[{index}] must have role and content, got {shown(message)}",
+                param="messages",
+            )

@@ -15,6 +15,11 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def longest_token_bytes(self) -> int:
+        """Most bytes of text that one token stands for."""
+        ...
+
+    @property
     def bos_id(self) -> int | None:
         """The beginning-of-sequence token, if the model has one."""
         ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
@@ -14,8 +14,8 @@ from layby.engine.config import EngineConfig
 from layby.engine.engine import Engine, PreparedRequest
 from layby.engine.interfaces import Tokenizer
 from layby.engine.metrics import EngineStats
-from layby.engine.outputs import CompletionOutput, RequestOutput
-from layby.errors import EngineDeadError, InvalidRequestError
+from layby.engine.outputs import CompletionOutput, RequestDelta, RequestOutput
+from layby.errors import EngineDeadError, InvalidRequestError, counted, prefixed, shown
 from layby.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int]
@@ -85,6 +85,39 @@ class LLM:
         many = _as_prompts(prompts)
         return self._run([(prompt, None) for prompt in many], params, priority, progress)
 
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
+    ) -> Generator[RequestDelta]:
+        """Complete one prompt and yield what each step adds to the answer.
+
+        Leaving the generator, by ``close`` or by an exception, ends the request. Ctrl-C takes
+        effect between two steps, so that the LLM stays usable; a second one breaks the step off,
+        which ends the engine.
+
+        Args:
+            prompt: Text or token ids.
+            params: How to choose tokens; the defaults if None.
+            priority: A smaller number is more urgent.
+
+        Raises:
+            LaybyError: The request is refused, or failed; after the delta that carries the error.
+        """
+        with _interrupt_between_steps() as check:
+            request_id = self._engine.add_request(prompt, params, priority=priority)
+            try:
+                while True:
+                    check()
+                    for delta in self._engine.step():
+                        if delta.request_id != request_id:
+                            continue  # of another caller of the same engine
+                        yield delta
+                        if delta.error is not None:
+                            raise delta.error
+                        if delta.finished:
+                            return
+            finally:
+                self._engine.abort(request_id)  # does nothing if it has ended
+
     def chat(
         self,
         messages: Conversation | Sequence[Conversation],
@@ -94,15 +127,15 @@ class LLM:
         progress: bool | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, in the model's chat format; else as ``generate``."""
-        if not messages:
-            raise InvalidRequestError("messages is empty", param="messages")
-        first = messages[0]
-        conversations: Sequence[Any] = [messages] if isinstance(first, Mapping) else messages
+        is_list = isinstance(messages, Sequence) and not isinstance(messages, (str, bytes))
+        is_many = is_list and len(messages) > 0 and not isinstance(messages[0], Mapping)
+        conversations: Sequence[Any] = messages if is_many else [messages]
         prompts: list[tuple[Prompt, str | None]] = []
         for index, conversation in enumerate(conversations):
-            with _naming(f"messages[{index}]", when=len(conversations) > 1):
+            with prefixed(f"messages[{index}]", when=len(conversations) > 1):
                 text = self._engine.render_chat(conversation)
-            prompts.append((self.tokenizer.encode(text, add_special_tokens=False), text))
+                tokens = self._engine.encode(text, add_special_tokens=False, param="messages")
+            prompts.append((tokens, text))
         return self._run(prompts, params, priority, progress)
 
     def stats(self) -> EngineStats:
@@ -137,31 +170,41 @@ class LLM:
         params_of = _one_each("params", params, SamplingParams | None, len(prompts))
         priority_of = _one_each("priority", priority, int, len(prompts))
         outputs: dict[str, RequestOutput] = {}
-        try:
-            prepared = []
-            for index, (prompt, _) in enumerate(prompts):
-                with _naming(f"prompts[{index}]", when=len(prompts) > 1):
-                    prepared.append(
-                        self._engine.prepare(prompt, params_of[index], priority=priority_of[index])
-                    )
-            for index, one in enumerate(prepared):
-                with _naming(f"prompts[{index}]", when=len(prompts) > 1):
-                    request_id = self._engine.submit(one)
-                outputs[request_id] = _empty_output(one, prompts[index][1])
-            self._finish(outputs, progress)
-        finally:
-            for request_id, output in outputs.items():
-                if not output.finished:
-                    self._engine.abort(request_id)
+        # Queueing too must not be broken off half-way.
+        with _interrupt_between_steps() as check:
+            try:
+                prepared = []
+                for index, (prompt, _) in enumerate(prompts):
+                    check()
+                    with prefixed(f"prompts[{index}]", when=len(prompts) > 1):
+                        prepared.append(
+                            self._engine.prepare(
+                                prompt, params_of[index], priority=priority_of[index]
+                            )
+                        )
+                for index, one in enumerate(prepared):
+                    with prefixed(f"prompts[{index}]", when=len(prompts) > 1):
+                        request_id = self._engine.submit(one)
+                    outputs[request_id] = _empty_output(one, prompts[index][1])
+                self._finish(outputs, progress, check)
+            finally:
+                for request_id, output in outputs.items():
+                    if not output.finished:
+                        self._engine.abort(request_id)
         if self._engine.error is not None:
             raise EngineDeadError(str(self._engine.error))
         return list(outputs.values())
 
-    def _finish(self, outputs: Mapping[str, RequestOutput], progress: bool | None) -> None:
+    def _finish(
+        self,
+        outputs: Mapping[str, RequestOutput],
+        progress: bool | None,
+        check: Callable[[], None],
+    ) -> None:
         """Step until every one of these requests has ended."""
-        shown = sys.stderr.isatty() if progress is None else progress
+        shows = sys.stderr.isatty() if progress is None else progress
         unfinished = len(outputs)
-        with _progress_bar(len(outputs), shown) as advance, _interrupt_between_steps() as check:
+        with _progress_bar(len(outputs), shows) as advance:
             while unfinished:
                 check()
                 tokens = ended = 0
@@ -179,6 +222,12 @@ class LLM:
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
+    if not isinstance(prompts, Sequence) or isinstance(prompts, (bytes, bytearray)):
+        raise InvalidRequestError(
+            "prompts must be a string, a list of token ids or a list of either, "
+            f"got {shown(prompts)}",
+            param="prompt",
+        )
     if not prompts:
         raise InvalidRequestError("prompts is empty", param="prompt")
     first = prompts[0]
@@ -191,9 +240,15 @@ def _one_each(name: str, value: Any, kind: Any, count: int) -> list[Any]:
     """One value for each prompt, of a single value or a sequence of as many."""
     if isinstance(value, kind):
         return [value] * count
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+        raise InvalidRequestError(
+            f"{name} must be one for all prompts or a list of one for each, got {shown(value)}",
+            param=name,
+        )
     if len(value) != count:
         raise InvalidRequestError(
-            f"{name} has {len(value)} entries for {count} prompts", param=name
+            f"{name} has {counted(len(value), 'entry', 'entries')} for {counted(count, 'prompt')}",
+            param=name,
         )
     return list(value)
 
@@ -210,17 +265,6 @@ def _empty_output(prepared: PreparedRequest, shown_prompt: str | None) -> Reques
         ],
         arrival_s=request.arrival_time or 0.0,
     )
-
-
-@contextmanager
-def _naming(what: str, *, when: bool) -> Iterator[None]:
-    """Put ``what`` in front of the message of an InvalidRequestError."""
-    try:
-        yield
-    except InvalidRequestError as error:
-        if when:
-            error.args = (f"{what}: {error}",)
-        raise
 
 
 @contextmanager

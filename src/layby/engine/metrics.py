@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 
 logger = logging.getLogger("layby.engine")
 
-LOG_INTERVAL_S = 5.0
+LOG_INTERVAL_S = 10.0
 """Seconds between two log lines of a busy engine."""
 
 _TTFT_BUCKETS_S = (
@@ -266,7 +266,7 @@ class BusyLog:
         tokens_in = stats.prompt_tokens - self._before.prompt_tokens
         tokens_out = stats.generation_tokens - self._before.generation_tokens
         logger.info(
-            "running %d, waiting %d, swapped %d | KV %.0f%%, swap %.0f%% | "
+            "running %d, waiting %d, swapped %d | KV %.1f%%, swap %.1f%% | "
             "%.1f tokens/s in, %.1f tokens/s out",
             stats.running,
             stats.waiting,

@@ -24,6 +24,7 @@ class ByteTokenizer:
         self.eos_ids = frozenset({self.EOS})
         self._table = [bytes([byte]) for byte in range(256)] + [b"", b"", *pieces]
         self.vocab_size = len(self._table)
+        self.longest_token_bytes = max(map(len, self._shown))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """UTF-8 bytes of ``text`` as ids; a leading BOS only if the tokenizer was made so."""

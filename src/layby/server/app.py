@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, RedirectResponse, Response
 
 import layby
-from layby.errors import ConfigError, InvalidRequestError
+from layby.engine.async_engine import LONG_WORK, PROMPT_WORK
+from layby.errors import ConfigError, InvalidRequestError, counted, prefixed, shown
 from layby.server.answers import ChatAnswer, CompletionAnswer, Echo
 from layby.server.docs_page import render_docs
 from layby.server.errors import UnknownModelError, error_answer, install_error_handlers
 from layby.server.generation import Call, respond
-from layby.server.http import ApiKeyGuard, json_response, read_body
+from layby.server.http import ApiKeyGuard, Edge, json_response, read_body
 from layby.server.protocol import (
     Body,
     ChatCompletion,
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
 
 _METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 _SET_BY_FIELDS: Final = frozenset({"self", "messages", "add_generation_prompt", "tools"})
+_BAD_INPUT: Final[dict[int | str, dict[str, Any]]] = {
+    400: {"model": ErrorAnswer, "description": "Bad input; names the parameter"}
+}
 _DESCRIPTION: Final = (
     "An OpenAI-compatible server that parks half-finished answers instead of losing them when "
     "memory runs short. Point any OpenAI client at `/v1`."
@@ -64,8 +68,8 @@ def create_app(engine: AsyncEngine, *, api_key: str | Sequence[str] | None = Non
         docs_url=None,  # FastAPI's own page loads its scripts from elsewhere
         redoc_url=None,
         redirect_slashes=False,
-        responses={400: {"model": ErrorAnswer, "description": "Bad input; names the parameter"}},
     )
+    app.add_middleware(Edge, engine=engine)
     keys = _api_keys(api_key)
     if keys:
         app.add_middleware(ApiKeyGuard, api_keys=keys)
@@ -88,6 +92,7 @@ def _api_keys(api_key: str | Sequence[str] | None) -> list[str]:
 
 def _add_generating_routes(app: FastAPI, engine: AsyncEngine) -> None:
     busy: dict[int | str, dict[str, Any]] = {
+        **_BAD_INPUT,
         429: {"model": ErrorAnswer, "description": "The queue is full; see Retry-After"},
         503: {"model": ErrorAnswer, "description": "The engine takes no work"},
     }
@@ -95,19 +100,17 @@ def _add_generating_routes(app: FastAPI, engine: AsyncEngine) -> None:
     @app.post(
         "/v1/chat/completions",
         summary="Continue a conversation",
-        responses={200: {"model": ChatCompletion}, **busy},
+        description="The messages go through the model's chat template. With `stream`, the answer "
+        "comes as server-sent events, ended by `data: [DONE]`.",
+        responses={200: {"model": ChatCompletion, "description": "The answer"}, **busy},
         openapi_extra=_takes(ChatCompletionRequest),
     )
     async def chat_completions(request: Request) -> Response:
-        body = await read_body(request, ChatCompletionRequest)
+        body = await read_body(request, ChatCompletionRequest, engine)
         _check_model(engine, body.model)
         params = body.sampling_params()
-        prompt = await asyncio.to_thread(
-            _encode_chat,
-            engine,
-            body.messages,
-            body.add_generation_prompt,
-            body.chat_template_kwargs,
+        prompt = await _encode_chat(
+            engine, body.messages, body.add_generation_prompt, body.chat_template_kwargs
         )
         call = _call(body, [prompt], params, prompt_param="messages")
         return await respond(engine, request, call, ChatAnswer(engine.model_name, engine.tokenizer))
@@ -115,17 +118,21 @@ def _add_generating_routes(app: FastAPI, engine: AsyncEngine) -> None:
     @app.post(
         "/v1/completions",
         summary="Continue a text",
-        responses={200: {"model": Completion}, **busy},
+        description="The prompt is taken as it stands, without a chat template. Streams as "
+        "`/v1/chat/completions` does.",
+        responses={200: {"model": Completion, "description": "The answer"}, **busy},
         openapi_extra=_takes(CompletionRequest),
     )
     async def completions(request: Request) -> Response:
-        body = await read_body(request, CompletionRequest)
+        body = await read_body(request, CompletionRequest, engine)
         _check_model(engine, body.model)
         params = body.sampling_params()
+        body.check_queue(engine.max_queued_seqs)
         prompts: Sequence[str | list[int]] = body.prompts
         echoes: list[Echo] = []
         if body.echo:
-            prompts, echoes = await asyncio.to_thread(_echoes, engine, body)
+            work = sum(map(len, prompts)) + PROMPT_WORK * len(prompts)
+            prompts, echoes = await engine.prepare_in_time(partial(_echoes, engine, body), work)
         call = _call(body, prompts, params, names_index=body.is_list_of_prompts)
         answer = CompletionAnswer(engine.model_name, engine.tokenizer, params.n, echoes)
         return await respond(engine, request, call, answer)
@@ -156,7 +163,7 @@ def _check_model(engine: AsyncEngine, model: str | None) -> None:
         raise UnknownModelError(model, engine.model_name)
 
 
-def _encode_chat(
+async def _encode_chat(
     engine: AsyncEngine,
     messages: Sequence[ChatMessage],
     add_generation_prompt: bool,
@@ -173,12 +180,19 @@ def _encode_chat(
         raise InvalidRequestError(
             f"chat_template_kwargs may not hold {min(reserved)}", param="chat_template_kwargs"
         )
-    text = engine.chat_template.render(
+    num_chars = sum(len(message.content) for message in messages)
+    engine.check_chars(num_chars, "messages")
+    render = partial(
+        engine.chat_template.render,
         [message.for_template() for message in messages],
         add_generation_prompt=add_generation_prompt,
         **template_kwargs,
     )
-    return engine.tokenizer.encode(text, add_special_tokens=False)
+    # What a template makes of further variables cannot be foreseen.
+    work = LONG_WORK + 1 if template_kwargs else num_chars + PROMPT_WORK * len(messages)
+    return await engine.prepare_in_time(
+        lambda: engine.encode(render(), add_special_tokens=False, param="messages"), work
+    )
 
 
 def _echoes(
@@ -192,7 +206,10 @@ def _echoes(
     echoes = []
     for index, prompt in enumerate(body.prompts):
         if isinstance(prompt, str):
-            ids = engine.tokenizer.encode(prompt) if body.logprobs is not None else []
+            ids: list[int] = []
+            if body.logprobs is not None:
+                with prefixed(f"prompt[{index}]", when=body.is_list_of_prompts):
+                    ids = engine.encode(prompt)
             prompts.append(ids or prompt)
             echoes.append(Echo(prompt, ids))
         else:
@@ -207,7 +224,9 @@ def _check_vocabulary(engine: AsyncEngine, ids: Sequence[int], name: str, param:
     for token in ids:
         if not 0 <= token < size:
             raise InvalidRequestError(
-                f"{name} holds token id {token}, but the vocabulary has {size} tokens", param=param
+                f"{name} holds token id {shown(token)}, but the vocabulary has "
+                f"{counted(size, 'token')}",
+                param=param,
             )
 
 
@@ -221,15 +240,21 @@ def _add_model_routes(app: FastAPI, engine: AsyncEngine, created: int) -> None:
             "max_model_len": engine.max_model_len,
         }
 
-    @app.get("/v1/models", summary="List the models", responses={200: {"model": ModelList}})
+    @app.get(
+        "/v1/models",
+        summary="List the models",
+        description="A server has one.",
+        responses={200: {"model": ModelList, "description": "The list"}},
+    )
     async def list_models() -> Response:
         return json_response({"object": "list", "data": [card()]})
 
     @app.get(
         "/v1/models/{model:path}",
         summary="Describe a model",
+        description="`max_model_len` is its context: most tokens of prompt and answer together.",
         responses={
-            200: {"model": ModelCard},
+            200: {"model": ModelCard, "description": "The model"},
             404: {"model": ErrorAnswer, "description": "There is no such model"},
         },
     )
@@ -243,23 +268,21 @@ def _add_model_routes(app: FastAPI, engine: AsyncEngine, created: int) -> None:
     @app.post(
         "/tokenize",
         summary="Text or messages to token ids",
-        responses={200: {"model": Tokens}},
+        description="What a prompt or a conversation costs, without running it.",
+        responses={200: {"model": Tokens, "description": "The ids, and their count"}, **_BAD_INPUT},
         openapi_extra=_takes(TokenizeRequest),
     )
     async def tokenize(request: Request) -> Response:
-        body = await read_body(request, TokenizeRequest)
+        body = await read_body(request, TokenizeRequest, engine)
         _check_model(engine, body.model)
-        if (body.prompt is None) == (body.messages is None):
+        if (body.prompt is None) == (not body.messages):
             raise InvalidRequestError("give either prompt or messages", param="prompt")
-        if body.messages is not None:
-            ids = await asyncio.to_thread(
-                _encode_chat, engine, body.messages, body.add_generation_prompt, {}
-            )
+        if body.messages:
+            ids = await _encode_chat(engine, body.messages, body.add_generation_prompt, {})
         else:
             assert body.prompt is not None  # one of the two is there
-            ids = await asyncio.to_thread(
-                engine.tokenizer.encode, body.prompt, body.add_special_tokens
-            )
+            encode = partial(engine.encode, body.prompt, body.add_special_tokens)
+            ids = await engine.prepare_in_time(encode, len(body.prompt))
         return json_response(
             {"count": len(ids), "max_model_len": engine.max_model_len, "tokens": ids}
         )
@@ -267,15 +290,20 @@ def _add_model_routes(app: FastAPI, engine: AsyncEngine, created: int) -> None:
     @app.post(
         "/detokenize",
         summary="Token ids to text",
-        responses={200: {"model": Text}},
+        description="The inverse of `/tokenize`; special tokens are shown.",
+        responses={200: {"model": Text, "description": "The text"}, **_BAD_INPUT},
         openapi_extra=_takes(DetokenizeRequest),
     )
     async def detokenize(request: Request) -> Response:
-        body = await read_body(request, DetokenizeRequest)
+        body = await read_body(request, DetokenizeRequest, engine)
         _check_model(engine, body.model)
-        _check_vocabulary(engine, body.tokens, "tokens", "tokens")
-        # All tokens are shown, special ones too: the inverse of /tokenize.
-        text = await asyncio.to_thread(engine.tokenizer.decode, body.tokens, False)
+
+        def decode() -> str:
+            _check_vocabulary(engine, body.tokens, "tokens", "tokens")
+            # All tokens are shown, special ones too: the inverse of /tokenize.
+            return engine.tokenizer.decode(body.tokens, False)
+
+        text = await engine.prepare_in_time(decode, len(body.tokens))
         return json_response({"prompt": text})
 
 
@@ -283,8 +311,9 @@ def _add_operator_routes(app: FastAPI, engine: AsyncEngine) -> None:
     @app.get(
         "/health",
         summary="Whether the engine takes work",
+        description="For probes and load balancers; needs no key.",
         responses={
-            200: {"model": Health},
+            200: {"model": Health, "description": "It does"},
             503: {"model": Health, "description": "Draining or dead, with the reason"},
         },
     )
@@ -300,6 +329,7 @@ def _add_operator_routes(app: FastAPI, engine: AsyncEngine) -> None:
     @app.get(
         "/metrics",
         summary="Prometheus metrics",
+        description="Queues, pools, preemptions, latencies; needs no key.",
         responses={200: {"content": {"text/plain": {}}, "description": "Prometheus' text format"}},
     )
     async def metrics() -> Response:

@@ -6,6 +6,7 @@ It loads nothing from anywhere, so it works on a machine without internet.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from html import escape
 from typing import Any, Final
@@ -52,7 +53,7 @@ def render_docs(openapi: Mapping[str, Any], base_url: str, model: str) -> str:
         f"<title>{escape(info['title'])} API</title><style>{_STYLE}</style></head><body>",
         f"<h1>{escape(info['title'])}</h1>",
         info_line,
-        f"<p>{escape(info['description'])}</p>",
+        f"<p>{_text(info['description'])}</p>",
         key_line,
     ]
     schemas = openapi["components"]["schemas"]
@@ -81,9 +82,10 @@ def _example_body(path: str, model: str) -> dict[str, Any]:
     match path:
         case "/v1/chat/completions":
             messages = [{"role": "user", "content": "Name three rivers."}]
-            return {"model": model, "messages": messages, "max_tokens": 64}
+            return {"model": model, "messages": messages, "max_tokens": 64, "temperature": 0}
         case "/v1/completions":
-            return {"model": model, "prompt": "Once upon a time", "max_tokens": 32}
+            prompt = "Once upon a time"
+            return {"model": model, "prompt": prompt, "max_tokens": 64, "temperature": 0}
         case "/tokenize":
             return {"prompt": "Once upon a time"}
         case _:
@@ -106,13 +108,14 @@ def _operation(
     model: str,
 ) -> str:
     answers = " · ".join(
-        f"{status} {escape(answer['description'].removesuffix('.'))}"
+        f"{status} {_text(answer['description'].removesuffix('.'))}"
         for status, answer in sorted(operation["responses"].items())
         if status != "422"  # FastAPI's own, which install_error_handlers turns into 400
     )
     return (
         f"<h2><span class=method>{method}</span><span class=path>{escape(path)}</span></h2>"
-        f"<p>{escape(operation.get('summary', ''))}<br><span class=muted>{answers}</span></p>"
+        f"<p>{_text(operation['summary'])}. {_text(operation['description'])}"
+        f"<br><span class=muted>{answers}</span></p>"
         f"<pre>{escape(example_curl(base_url, path, model, method=method))}</pre>"
         + _fields(operation, schemas)
     )
@@ -121,19 +124,35 @@ def _operation(
 def _fields(operation: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
     if "requestBody" not in operation:
         return ""
-    reference = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
-    schema = schemas[reference.rpartition("/")[2]]
-    required = schema.get("required", ())
-    rows = "".join(
-        f"<tr><td><code>{escape(name)}</code><td>{escape(_type(field))}"
-        f"<td>{'required' if name in required else escape(_default(field))}"
-        f"<td>{escape(field.get('description', ''))}</tr>"
-        for name, field in schema["properties"].items()
-    )
+    body = operation["requestBody"]["content"]["application/json"]["schema"]
     return (
         "<details><summary>Fields</summary><table><tr><th>Name<th>Type<th>Default<th>Meaning</tr>"
-        f"{rows}</table></details>"
+        f"{_rows(body, schemas)}</table></details>"
     )
+
+
+def _rows(schema: Mapping[str, Any], schemas: Mapping[str, Any], prefix: str = "") -> str:
+    """One row for each field of an object, those of the objects in it after the field itself."""
+    described = schemas[schema["$ref"].rpartition("/")[2]]
+    required = described.get("required", ())
+    rows = ""
+    for name, field in described["properties"].items():
+        rows += (
+            f"<tr><td><code>{escape(prefix + name)}</code><td>{escape(_type(field))}"
+            f"<td>{'required' if name in required else escape(_default(field))}"
+            f"<td>{_text(field['description'])}</tr>"
+        )
+        for option in field.get("anyOf", [field]):
+            if "$ref" in option:
+                rows += _rows(option, schemas, f"{prefix}{name}.")
+            elif "$ref" in option.get("items", {}):
+                rows += _rows(option["items"], schemas, f"{prefix}{name}[].")
+    return rows
+
+
+def _text(text: str) -> str:
+    """Text as HTML; what stands between backticks is code."""
+    return re.sub("`([^`]*)`", r"<code>\1</code>", escape(text))
 
 
 def _type(field: Mapping[str, Any]) -> str:
@@ -141,7 +160,7 @@ def _type(field: Mapping[str, Any]) -> str:
         names = [_type(option) for option in field["anyOf"]]
         return " or ".join(name for name in names if name != "null")
     if "$ref" in field:
-        return str(field["$ref"]).rpartition("/")[2]
+        return "object"
     if field.get("type") == "array":
         return f"list of {_type(field.get('items', {}))}"
     return str(field.get("type", "any"))

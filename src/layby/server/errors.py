@@ -7,10 +7,14 @@
 | no or wrong API key                      | 401    | invalid_request_error | invalid_api_key |
 | no such path or model page / method      | 404/405| invalid_request_error | null            |
 | body too large / not JSON                | 413/415| invalid_request_error | null            |
+| the caller hung up while sending         | 499    | nobody reads it       |                 |
 | QueueFullError                           | 429    | rate_limit_error      | queue_full      |
 | RequestFailedError, anything unforeseen  | 500    | server_error          | null            |
 | EngineDrainingError                      | 503    | server_error          | draining        |
 | EngineDeadError, EngineUnavailableError  | 503    | server_error          | engine_dead     |
+
+Messages and parameter names are cut to a readable length. What is not even HTTP never gets here:
+uvicorn answers it, with 400 and plain text.
 
 429 and 503-while-draining carry ``Retry-After`` in whole seconds, at least 1.
 """
@@ -27,6 +31,7 @@ from fastapi.responses import Response
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails as PydanticError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from layby.errors import (
     EngineDrainingError,
@@ -39,6 +44,11 @@ from layby.server.protocol import ErrorAnswer
 
 _DRAINING_RETRY_AFTER_S: Final = 5
 _SHOWN_CHARS: Final = 60
+_MAX_MESSAGE_CHARS: Final = 500
+_MAX_PARAM_CHARS: Final = 100
+
+CLIENT_CLOSED_REQUEST: Final = 499
+"""The customary status for the log when nobody is left to answer."""
 
 
 class UnknownModelError(InvalidRequestError):
@@ -78,11 +88,17 @@ def error_answer(error: Exception) -> tuple[int, ErrorAnswer, dict[str, str]]:
     elif not isinstance(error, LaybyError):
         # The cause may hold what other users sent: it belongs in the log.
         message = "internal error; the server's log has the cause"
+    message = _cut(message, _MAX_MESSAGE_CHARS)
+    param = None if param is None else _cut(param, _MAX_PARAM_CHARS)
     return (
         status,
         {"error": {"message": message, "type": kind, "param": param, "code": code}},
         headers,
     )
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def error_response(error: Exception) -> Response:
@@ -96,6 +112,7 @@ def error_response(error: Exception) -> Response:
 
 def invalid_request(error: ValidationError | RequestValidationError) -> InvalidRequestError:
     """The first fault that pydantic found, in words for the caller."""
+    # The models stop at the first fault of a list, so there are no more of them than fields.
     first: PydanticError = error.errors()[0]
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, InvalidRequestError):
@@ -151,33 +168,44 @@ def _path(location: tuple[int | str, ...]) -> str:
 
 def shorten(value: object) -> str:
     """A value as JSON, cut to what a person reads in an error message."""
+    if isinstance(value, str):
+        value = value[:_SHOWN_CHARS]
+    text = ""
     try:
-        text = json.dumps(value)
+        for part in json.JSONEncoder().iterencode(value):  # bit by bit: the value may be large
+            text += part[:_SHOWN_CHARS]
+            if len(text) > _SHOWN_CHARS:
+                break
     except (TypeError, ValueError):
         text = type(value).__name__
-    return text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 1] + "…"
+    return _cut(text, _SHOWN_CHARS)
 
 
 def install_error_handlers(app: FastAPI) -> None:
     """Answer every error of the app in OpenAI's shape."""
 
-    def answer(_request: Request, error: Exception) -> Response:
+    # Coroutines: Starlette hands plain functions to threads.
+    async def answer(_request: Request, error: Exception) -> Response:
         return error_response(error)
 
-    def answer_http(request: Request, error: Exception) -> Response:
+    async def answer_nobody(_request: Request, _error: Exception) -> Response:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+    async def answer_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         if error.status_code in (404, 405) and error.detail in ("Not Found", "Method Not Allowed"):
-            call = f"{request.method} {request.scope['path']}"
+            call = f"{request.method} {_cut(request.scope['path'], _MAX_PARAM_CHARS)}"
             detail = f"there is no {call} here; /docs lists what there is"
             error = HTTPException(error.status_code, detail, error.headers)
         return error_response(error)
 
-    def answer_validation(_request: Request, error: Exception) -> Response:
+    async def answer_validation(_request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         return error_response(invalid_request(error))
 
     app.add_exception_handler(LaybyError, answer)
     app.add_exception_handler(ValidationError, answer)
+    app.add_exception_handler(ClientDisconnect, answer_nobody)
     app.add_exception_handler(HTTPException, answer_http)
     app.add_exception_handler(RequestValidationError, answer_validation)
     app.add_exception_handler(Exception, answer)

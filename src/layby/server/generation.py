@@ -11,26 +11,23 @@ import logging
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from layby.engine.outputs import CompletionOutput, RequestDelta, RequestOutput
-from layby.errors import InvalidRequestError, LaybyError, QueueFullError
+from layby.errors import InvalidRequestError, LaybyError
 from layby.sampling_params import SamplingParams
 from layby.server.answers import Answer, usage_of
-from layby.server.errors import error_answer
+from layby.server.errors import CLIENT_CLOSED_REQUEST, error_answer
 from layby.server.http import json_response, to_json, unless_disconnected
 from layby.server.protocol import Usage
 
 if TYPE_CHECKING:
     from layby.engine import AsyncEngine
     from layby.engine.async_engine import RequestStream
-
-_CLIENT_CLOSED_REQUEST: Final = 499
-"""The customary status for the log when nobody is left to answer."""
 
 logger = logging.getLogger(__name__)
 
@@ -70,46 +67,27 @@ async def respond(engine: AsyncEngine, request: Request, call: Call, answer: Ans
         return EventStream(await _submit(engine, call), call, answer)
     whole = await unless_disconnected(request.receive, _whole(engine, call, answer))
     if whole is None:
-        return Response(status_code=_CLIENT_CLOSED_REQUEST)
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
     return json_response(whole)
 
 
 async def _submit(engine: AsyncEngine, call: Call) -> list[RequestStream]:
     """Hand in all prompts or, if one is refused, none."""
-    # All at once: the engine takes requests between two steps, so one by one would cost a step
-    # for each.
-    tasks = [
-        asyncio.ensure_future(
-            engine.submit(prompt, call.params, priority=call.priority, cache_salt=call.cache_salt)
-        )
-        for prompt in call.prompts
-    ]
     try:
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-    except asyncio.CancelledError:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-        _close(task.result() for task in tasks if not task.cancelled() and not task.exception())
+        return await engine.submit_all(
+            call.prompts,
+            call.params,
+            priority=call.priority,
+            cache_salt=call.cache_salt,
+            names_index=call.names_index,
+        )
+    except InvalidRequestError as error:
+        if error.param == "prompt":
+            error.param = call.prompt_param
         raise
-    streams = [result for result in results if not isinstance(result, BaseException)]
-    for number, result in enumerate(results):
-        if isinstance(result, BaseException):
-            _close(streams)
-            raise _in_callers_words(result, call, number)
-    return streams
-
-
-def _in_callers_words(error: BaseException, call: Call, number: int) -> BaseException:
-    """The error about prompt ``number``, with the names that the call used."""
-    message = f"prompt[{number}]: {error}" if call.names_index else str(error)
-    if isinstance(error, QueueFullError):
-        return QueueFullError(message, retry_after_s=error.retry_after_s)
-    if isinstance(error, InvalidRequestError):
-        param = call.prompt_param if error.param == "prompt" else error.param
-        return InvalidRequestError(message, param=param)
-    # An engine that is dead or draining may raise one error for many calls.
-    return error.with_traceback(None)
+    except LaybyError as error:
+        # An engine that is dead or draining may raise one error for many calls.
+        raise error.with_traceback(None) from None
 
 
 def _close(streams: Iterable[RequestStream]) -> None:

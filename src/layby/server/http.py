@@ -1,37 +1,49 @@
-"""What every endpoint needs from HTTP: JSON bodies, API keys, and noticing that a caller left."""
+"""What every endpoint needs from HTTP: JSON bodies, API keys, HEAD, and callers who leave."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
 import json
-from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any, Final, TypeVar
+import logging
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import pydantic_core
 from fastapi import Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from layby.errors import InvalidRequestError
+from layby.errors import EngineDrainingError, InvalidRequestError
 from layby.server.errors import error_response
-from layby.server.protocol import Body
+from layby.server.protocol import Body, Limits
 
-MAX_BODY_BYTES: Final = 32 * 1024 * 1024
+if TYPE_CHECKING:
+    from layby.engine import AsyncEngine
+
+MAX_BODY_BYTES: Final = 16 * 1024 * 1024
 """Largest body a call may send: far above any context, far below what hurts."""
 
 OPEN_PATHS: Final = frozenset({"/", "/docs", "/openapi.json", "/health", "/metrics"})
 """Served without an API key: probes and scrapers have none, and nothing here holds user text."""
 
+_DRAIN_CHECK_S: Final = 0.1
+"""How often somebody who waits for a body looks whether the server is to end."""
+
 B = TypeVar("B", bound=Body)
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
 
-async def read_body(request: Request, model: type[B]) -> B:
-    """Read and check a JSON body.
+
+async def read_body(request: Request, model: type[B], engine: AsyncEngine) -> B:
+    """Read and check a JSON body; a large one in a thread, so that others are served meanwhile.
 
     Raises:
+        ClientDisconnect: The caller hung up.
+        EngineDrainingError: The server is to end, and the body is not all there.
         HTTPException: 413 beyond ``MAX_BODY_BYTES``; 415 for a content type that is not JSON.
         InvalidRequestError: The body is not JSON.
         pydantic.ValidationError: The JSON does not fit the model.
@@ -47,16 +59,39 @@ async def read_body(request: Request, model: type[B]) -> B:
     if declared.isdecimal() and int(declared) > MAX_BODY_BYTES:
         raise too_large
     raw = bytearray()
-    async for chunk in request.stream():
+    async for chunk in _chunks(request, engine):
         raw += chunk
         if len(raw) > MAX_BODY_BYTES:
             raise too_large
-    try:
-        # Refuses NaN, lone surrogates, deep nesting and endless numbers, each with a position.
-        data = pydantic_core.from_json(bytes(raw), allow_inf_nan=False)
-    except ValueError as error:
-        raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
-    return model.model_validate(data)
+    limits = Limits.of(engine)
+
+    def parse() -> B:
+        try:
+            # Refuses NaN, lone surrogates, deep nesting and endless numbers, each with a position.
+            data = pydantic_core.from_json(bytes(raw), allow_inf_nan=False)
+        except ValueError as error:
+            raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
+        return model.model_validate(data, context=limits)
+
+    return await engine.prepare_in_time(parse, len(raw))
+
+
+async def _chunks(request: Request, engine: AsyncEngine) -> AsyncGenerator[bytes]:
+    """The body as it comes, as long as the server is to go on."""
+    more = True
+    while more:
+        waiting = asyncio.ensure_future(request.receive())
+        try:
+            while not (await asyncio.wait({waiting}, timeout=_DRAIN_CHECK_S))[0]:
+                if engine.is_draining:
+                    raise EngineDrainingError("the server is shutting down")
+        finally:
+            waiting.cancel()
+        message = waiting.result()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        yield message.get("body", b"")
+        more = message.get("more_body", False)
 
 
 def to_json(value: Mapping[str, Any]) -> str:
@@ -89,6 +124,28 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+class Edge:
+    """ASGI middleware for what concerns every call: HEAD, and being cut off.
+
+    HEAD is answered as GET; the HTTP server leaves the body out. A call that the HTTP server cuts
+    off while it shuts down has nobody to tell, so that is no error.
+    """
+
+    def __init__(self, app: ASGIApp, engine: AsyncEngine) -> None:
+        self._app = app
+        self._engine = engine
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}
+        try:
+            await self._app(scope, receive, send)
+        except asyncio.CancelledError:
+            if not self._engine.is_draining:
+                raise
+            logger.info("a connection was cut off: its caller took too long")
 
 
 class ApiKeyGuard:

@@ -10,29 +10,53 @@ One rule per kind of field, so that no option is silently dropped:
 
 ``null`` means the same as leaving a field out. Types are strict: ``true`` is not 1, nor is 1.0.
 Ranges are checked where the parameters live, in ``SamplingParams``.
+
+The length of every list is checked before its items are, and the check of a list ends at its first
+fault: a body costs what it could be good for, not what it weighs.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Final, Literal, NotRequired, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, NotRequired, cast
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
+    FailFast,
     Field,
     PlainValidator,
     StrictBool,
+    ValidationInfo,
     WithJsonSchema,
     model_validator,
 )
 from typing_extensions import TypedDict  # pydantic takes typing's own only from Python 3.12
 
-from layby.errors import InvalidRequestError
-from layby.sampling_params import MAX_LOGPROBS, SamplingParams
+from layby.errors import InvalidRequestError, QueueFullError, counted
+from layby.sampling_params import (
+    MAX_LOGIT_BIASES,
+    MAX_LOGPROBS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+    check_count,
+)
+
+if TYPE_CHECKING:
+    from layby.engine import AsyncEngine
+
+MAX_MESSAGES: Final = 4096
+"""Most messages of a conversation, and most parts of a message."""
+
+MAX_PROMPTS: Final = 4096
+"""Most prompts of a call, whatever the queue could take."""
 
 _MAX_PRIORITY: Final = 2**31 - 1
+_MODEL: Final = "A name that `/v1/models` lists; may be left out."
 _TOKEN_ID: Final = re.compile(r"-?[0-9]{1,10}", re.ASCII)
 
 _WITHOUT_EFFECT: Final = frozenset(
@@ -78,7 +102,34 @@ _NEUTRAL_VALUES: Final[Mapping[str, tuple[object, ...]]] = {
 """Fields Layby cannot honour, and the values at which that makes no difference."""
 
 
-def _prompt(value: object) -> str | list[str] | list[int] | list[list[int]]:
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What this server's engine could ever take, for the checks of a body.
+
+    Attributes:
+        context: Tokens of a sequence, of which the prompt must leave one for the answer.
+        chars: Characters of one prompt.
+    """
+
+    context: int
+    chars: int
+
+    @classmethod
+    def of(cls, engine: AsyncEngine) -> Limits:
+        """The limits of an engine."""
+        return cls(engine.max_model_len, engine.max_prompt_chars)
+
+    def check_tokens(self, count: int, name: str) -> None:
+        """Raise InvalidRequestError if a prompt has too many token ids."""
+        if count >= self.context:
+            raise InvalidRequestError(
+                f"{name} has {counted(count, 'token')}; the context holds {self.context}, and at "
+                "least one must be left for the answer",
+                param="prompt",
+            )
+
+
+def _prompt(value: object, info: ValidationInfo) -> str | list[str] | list[int] | list[list[int]]:
     """Check the four forms of a prompt, naming the item at fault."""
     if isinstance(value, str):
         return value
@@ -93,6 +144,11 @@ def _prompt(value: object) -> str | list[str] | list[int] | list[list[int]]:
         raise InvalidRequestError(
             "prompt[0] must be a string, a token id or a list of token ids", param="prompt"
         )
+    limits = info.context
+    if isinstance(limits, Limits) and kind is int:
+        limits.check_tokens(len(value), "prompt")
+    elif kind is not int:
+        check_count("prompt", len(value), MAX_PROMPTS, "prompt")
     for index, item in enumerate(value):
         if type(item) is not kind:
             raise InvalidRequestError(
@@ -101,6 +157,8 @@ def _prompt(value: object) -> str | list[str] | list[int] | list[list[int]]:
                 param="prompt",
             )
         if isinstance(item, list):
+            if isinstance(limits, Limits):
+                limits.check_tokens(len(item), f"prompt[{index}]")
             _check_ids(item, f"prompt[{index}]", "prompt")
     return value
 
@@ -122,9 +180,23 @@ def _token_ids(value: object) -> list[int]:
     return value
 
 
+def _stop_token_ids(value: object) -> list[int]:
+    if isinstance(value, list):
+        check_count("stop_token_ids", len(value), MAX_STOP_TOKEN_IDS, "token id")
+    return _token_ids(value)
+
+
+def _tokens(value: object, info: ValidationInfo) -> list[int]:
+    if isinstance(value, list) and isinstance(info.context, Limits):
+        check_count("tokens", len(value), info.context.chars, "token id")
+    return _token_ids(value)
+
+
 def _stop(value: object) -> tuple[str, ...]:
     if isinstance(value, str):
         return (value,)
+    if isinstance(value, list):
+        check_count("stop", len(value), MAX_STOP_STRINGS, "string")
     if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
         raise ValueError("must be a string or a list of strings")
     return tuple(value)
@@ -134,6 +206,7 @@ def _logit_bias(value: object) -> dict[int, float]:
     """JSON object keys are strings: turn them into token ids."""
     if not isinstance(value, dict):
         raise ValueError("must be an object that maps token ids to numbers")
+    check_count("logit_bias", len(value), MAX_LOGIT_BIASES, "token id")
     for key, bias in value.items():
         if not _TOKEN_ID.fullmatch(key):
             raise InvalidRequestError(
@@ -156,6 +229,8 @@ def _content(value: object) -> str:
         return value
     if not isinstance(value, list):
         raise ValueError("must be a string or a list of text parts")
+    if len(value) > MAX_MESSAGES:
+        raise ValueError(f"holds {len(value)} parts; at most {MAX_MESSAGES} are allowed")
     texts = []
     for index, part in enumerate(value):
         if not isinstance(part, dict) or "type" not in part:
@@ -186,9 +261,14 @@ Prompt = Annotated[
         }
     ),
 ]
+StopTokenIds = Annotated[
+    list[int],
+    PlainValidator(_stop_token_ids),
+    WithJsonSchema({"type": "array", "items": {"type": "integer"}}),
+]
 TokenIds = Annotated[
     list[int],
-    PlainValidator(_token_ids),
+    PlainValidator(_tokens),
     WithJsonSchema({"type": "array", "items": {"type": "integer"}}),
 ]
 Stop = Annotated[
@@ -224,18 +304,23 @@ class Body(BaseModel):
     def _drop_what_has_no_effect(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        kept = {}
+        kept: dict[str, Any] = {}
+        has_unknown = False
         for name, value in data.items():
             if value is None or name in cls.ignored:
                 continue
+            if name not in cls.model_fields and name not in cls.neutral:
+                # One is enough for the refusal, which pydantic writes because it knows the place.
+                if has_unknown:
+                    continue
+                has_unknown = True
             if name in cls.neutral and name not in cls.model_fields:
                 # Compared by type as well: 1 equals True in Python, not in JSON.
                 if not any(type(value) is type(ok) and value == ok for ok in cls.neutral[name]):
-                    raise InvalidRequestError(
-                        f"Layby does not support {name}"
-                        + (" with this value" if cls.neutral[name] else ""),
-                        param=name,
-                    )
+                    # Where every value but the empty one asks for something, the field itself
+                    # is what Layby does not support.
+                    which = " with this value" if any(cls.neutral[name]) else ""
+                    raise InvalidRequestError(f"Layby does not support {name}{which}", param=name)
                 continue
             kept[name] = value
         return kept
@@ -257,14 +342,12 @@ class GenerationRequest(Body):
     ignored = _WITHOUT_EFFECT
     neutral = _NEUTRAL_VALUES
 
-    model: str | None = Field(
-        default=None, description="A name that /v1/models lists; may be left out."
-    )
+    model: str | None = Field(default=None, description=_MODEL)
     stream: bool = Field(
         default=False, description="Answer with server-sent events, a chunk per step."
     )
     stream_options: StreamOptions = Field(
-        default_factory=StreamOptions, description="Used with stream only."
+        default_factory=StreamOptions, description="Used with `stream` only."
     )
     n: int = Field(default=1, description="Samples per prompt.")
     temperature: float = Field(
@@ -295,7 +378,7 @@ class GenerationRequest(Body):
     stop: Stop = Field(
         default=(), description="Strings that end the answer and are not part of it."
     )
-    stop_token_ids: TokenIds = Field(
+    stop_token_ids: StopTokenIds = Field(
         default_factory=list, description="Token ids that end the answer."
     )
     ignore_eos: bool = Field(
@@ -340,7 +423,7 @@ class CompletionRequest(GenerationRequest):
     """The body of POST /v1/completions."""
 
     prompt: Prompt = Field(
-        description="Text, token ids, or a list of either: one answer (times n) for each."
+        description="Text, token ids, or a list of either: one answer (times `n`) for each."
     )
     max_tokens: int = Field(default=16, description="Most tokens to generate per sample.")
     logprobs: int | None = Field(
@@ -350,7 +433,7 @@ class CompletionRequest(GenerationRequest):
     echo: bool = Field(
         default=False, description="Put the prompt before the answer, in its log-probabilities too."
     )
-    best_of: int | None = Field(default=None, description="Equal to n, if given.")
+    best_of: int | None = Field(default=None, description="Equal to `n`, if given.")
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -363,6 +446,22 @@ class CompletionRequest(GenerationRequest):
     def is_list_of_prompts(self) -> bool:
         """Whether errors should say which of the prompts is at fault."""
         return isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
+
+    def check_queue(self, limit: int | None) -> None:
+        """Refuse what would overflow even an empty queue, before anything is made of it.
+
+        Args:
+            limit: Most sequences that an idle engine accepts; None: no limit.
+
+        Raises:
+            QueueFullError: The prompts, each with ``n`` samples, are more than that.
+        """
+        asked = len(self.prompts) * self.n
+        if limit is not None and len(self.prompts) > 1 and asked > limit:
+            raise QueueFullError(
+                f"prompt[{limit // self.n}]: the call's {counted(len(self.prompts), 'prompt')}, n "
+                f"{self.n}, make {counted(asked, 'sequence')}; the empty queue takes {limit}"
+            )
 
     def sampling_params(self) -> SamplingParams:
         """The call's parameters for the engine.
@@ -394,10 +493,12 @@ class ChatMessage(Body):
         "tool_calls": ([],),
     }
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool"] = Field(
+        description="Who speaks; developer means the same as system."
+    )
     content: Content = Field(description="Text, or a list of text parts.")
-    name: str | None = None
-    tool_call_id: str | None = None
+    name: str | None = Field(default=None, description="Handed to the chat template.")
+    tool_call_id: str | None = Field(default=None, description="Likewise.")
 
     def for_template(self) -> dict[str, str]:
         """The message as chat templates know it; to them a developer is the system."""
@@ -410,23 +511,32 @@ class ChatMessage(Body):
         return message
 
 
+def _few_enough(value: object) -> object:
+    if isinstance(value, list):
+        check_count("messages", len(value), MAX_MESSAGES, "message")
+    return value
+
+
+Messages = Annotated[list[ChatMessage], FailFast(), BeforeValidator(_few_enough)]
+
+
 class ChatCompletionRequest(GenerationRequest):
     """The body of POST /v1/chat/completions."""
 
-    messages: list[ChatMessage] = Field(min_length=1, description="The conversation so far.")
+    messages: Messages = Field(min_length=1, description="The conversation so far.")
     max_tokens: int | None = Field(
         default=None,
         description="Most tokens to generate per sample; as many as fit when left out.",
     )
     max_completion_tokens: int | None = Field(
-        default=None, ge=1, description="The newer name of max_tokens."
+        default=None, ge=1, description="The newer name of `max_tokens`."
     )
     logprobs: bool = Field(default=False, description="Log-probabilities of the chosen tokens.")
     top_logprobs: int | None = Field(
         default=None,
         ge=0,
         le=MAX_LOGPROBS,
-        description="With logprobs: this many alternatives at every position.",
+        description="With `logprobs`: this many alternatives at every position.",
     )
     add_generation_prompt: bool = Field(
         default=True, description="End the prompt where the assistant's turn begins."
@@ -461,23 +571,26 @@ class ChatCompletionRequest(GenerationRequest):
 class TokenizeRequest(Body):
     """The body of POST /tokenize: a prompt, or messages."""
 
-    model: str | None = None
+    model: str | None = Field(default=None, description=_MODEL)
     prompt: str | None = Field(default=None, description="Text to turn into token ids.")
-    messages: list[ChatMessage] | None = Field(
-        default=None, min_length=1, description="A conversation, put through the chat template."
+    messages: Messages = Field(
+        default_factory=list,
+        min_length=1,
+        description="A conversation, put through the chat template.",
     )
     add_special_tokens: StrictBool = Field(
-        default=True, description="With prompt: add the tokens that the model wants before a text."
+        default=True,
+        description="With `prompt`: add the tokens that the model wants first.",
     )
     add_generation_prompt: StrictBool = Field(
-        default=True, description="With messages: end where the assistant's turn begins."
+        default=True, description="With `messages`: end where the assistant's turn begins."
     )
 
 
 class DetokenizeRequest(Body):
     """The body of POST /detokenize."""
 
-    model: str | None = None
+    model: str | None = Field(default=None, description=_MODEL)
     tokens: TokenIds = Field(description="Token ids to turn into text.")
 
 

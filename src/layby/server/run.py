@@ -12,13 +12,12 @@ import logging
 import os
 import signal
 import socket
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import uvicorn
 
-from layby.errors import ConfigError
+from layby.errors import ConfigError, counted
 from layby.server.app import create_app
 from layby.server.docs_page import example_curl
 
@@ -108,7 +107,8 @@ def bind(host: str, port: int) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except (OSError, UnicodeError) as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error}") from error
+        why = (isinstance(error, OSError) and error.strerror) or error
+        raise ConfigError(f"cannot listen on {host}:{port}: {why}") from error
     sock = socket.socket(family, kind, protocol)
     try:
         # A restart need not wait for the last connections of the process before it.
@@ -138,11 +138,9 @@ async def _run(
         if drains:
             os._exit(128 + number)  # asked twice: no more waiting, not even for threads
         engine.begin_drain()  # now, not when the task gets its turn
-        print(
-            f"shutting down: finishing accepted requests within {drain_timeout_s:g} s "
-            "(a second signal exits at once)",
-            file=sys.stderr,
-            flush=True,
+        logger.info(
+            "stopping: accepted requests may finish within %g s (a second signal exits at once)",
+            drain_timeout_s,
         )
         drains.append(loop.create_task(drain()))
 
@@ -158,6 +156,12 @@ async def _run(
             await drains[0]
         else:
             await engine.shutdown(0.0)
+        stats = engine.stats()
+        logger.info(
+            "stopped: %s finished, %d aborted",
+            counted(stats.requests_finished, "request"),
+            stats.requests_aborted,
+        )
 
 
 class _Server(uvicorn.Server):
