@@ -1,6 +1,6 @@
 """What parking costs: swap a sequence out and in again, against computing it again.
 
-    python -m bench.parking [--tokens 1000]
+python -m bench.parking [--tokens 1000]
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=512, help="tokens of one prefill step")
     options = parser.parse_args()
     num_blocks = -(-options.tokens // 16)
-    engine = build_engine(
-        EngineConfig(num_blocks=4 * num_blocks, num_swap_blocks=2 * num_blocks)
-    )
+    engine = build_engine(EngineConfig(num_blocks=4 * num_blocks, num_swap_blocks=2 * num_blocks))
     executor = engine.executor
     prompt = [1000 + 7 * place for place in range(options.tokens)]
     payload = SamplingParams(temperature=0)

@@ -1,6 +1,6 @@
 """What a decision costs: schedule and update, per running sequence, while all decode.
 
-    python -m bench.scheduler [--json FILE]
+python -m bench.scheduler [--json FILE]
 """
 
 from __future__ import annotations

@@ -56,8 +56,11 @@ class Network(Protocol):
 
     config: ModelConfig
     device: torch.device
-    name: str
-    """What it computes with, for people."""
+
+    @property
+    def name(self) -> str:
+        """What it computes with, for people."""
+        ...
 
     def kv_format(self, block_size: int) -> KVFormat:
         """What a pool for this network is made of."""

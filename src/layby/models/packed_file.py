@@ -13,6 +13,7 @@ import mmap
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,8 @@ from numpy.typing import NDArray
 from layby.kernels import Int8Weight
 from layby.models.compiled import Layer, PackedModel, Projection
 from layby.models.hub import home
+
+Array = NDArray[Any]
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +40,7 @@ def save(model: PackedModel, fingerprint: str) -> None:
     from safetensors.numpy import save_file
 
     path = packed_path(fingerprint)
-    tensors: dict[str, NDArray[np.generic]] = {
+    tensors: dict[str, Array] = {
         "embedding": model.embedding,
         "final_norm": model.final_norm,
     }
@@ -94,7 +97,7 @@ def read(fingerprint: str, num_layers: int) -> PackedModel | None:
         return None
 
 
-def _put(tensors: dict[str, NDArray[np.generic]], name: str, projection: Projection) -> None:
+def _put(tensors: dict[str, Array], name: str, projection: Projection) -> None:
     weight = projection.weight
     assert isinstance(weight, Int8Weight)
     tensors[f"{name}.packed"] = weight.packed
@@ -104,13 +107,13 @@ def _put(tensors: dict[str, NDArray[np.generic]], name: str, projection: Project
         tensors[f"{name}.bias"] = projection.bias
 
 
-def _get(tensors: dict[str, NDArray[np.generic]], name: str) -> Projection:
+def _get(tensors: dict[str, Array], name: str) -> Projection:
     scale = tensors[f"{name}.scale"]
-    weight = Int8Weight(tensors[f"{name}.packed"], scale, int(tensors[f"{name}.size_in"][0]))  # type: ignore[arg-type, call-overload]
-    return Projection(weight, tensors.get(f"{name}.bias"), len(scale))  # type: ignore[arg-type]
+    weight = Int8Weight(tensors[f"{name}.packed"], scale, int(tensors[f"{name}.size_in"][0]))
+    return Projection(weight, tensors.get(f"{name}.bias"), len(scale))
 
 
-def _map(path: Path) -> dict[str, NDArray[np.generic]]:
+def _map(path: Path) -> dict[str, Array]:
     """Arrays over a memory map of the file."""
     from safetensors import safe_open
 

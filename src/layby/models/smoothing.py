@@ -108,8 +108,8 @@ def _move(
 ) -> None:
     """Divide channels by factors where they are made, multiply where they are taken.
 
-    ``made_by`` are vectors, or matrices whose rows are the channels; ``taken_by`` are matrices whose
-    columns are.
+    ``made_by`` are vectors, or matrices whose rows are the channels; ``taken_by`` are matrices
+    whose columns are.
     """
     column = torch.stack([weights[name].abs().amax(0) for name in taken_by]).amax(0)
     factor = largest.clamp_min(1e-5) ** STRENGTH / column.clamp_min(1e-5) ** (1 - STRENGTH)
