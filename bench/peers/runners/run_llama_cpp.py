@@ -81,13 +81,13 @@ class LlamaCppEngine:
         status = self.cpp.llama_decode(self.context, batch)
         if status != 0:
             raise RuntimeError(f"llama_decode returned {status}")
-        ends = [sequence for _, _, sequence, ended in entries if ended]
-        if not ends:
+        ended = [sequence for _, _, sequence, ends in entries if ends]
+        if not ended:
             return []
         logits = np.ctypeslib.as_array(
-            self.cpp.llama_get_logits(self.context), shape=(len(ends), self.vocab_size)
+            self.cpp.llama_get_logits(self.context), shape=(len(ended), self.vocab_size)
         )
-        return list(zip(ends, logits.argmax(axis=1).tolist(), strict=True))
+        return list(zip(ended, logits.argmax(axis=1).tolist(), strict=True))
 
 
 if __name__ == "__main__":
