@@ -22,7 +22,7 @@ MODEL   := $(VENV)/.smollm2
 help:  ## list these commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
 	@echo
-	@echo '  ARGS="..."        is passed on by serve, test, pressure, bench and lock'
+	@echo '  ARGS="..."        is passed on by serve, test, pressure, bench, peers and lock'
 	@echo '  PYTHON=python3.x  picks the Python that .venv is made with'
 
 venv: $(READY)  ## make .venv and install Layby and the tools in it
