@@ -2,7 +2,8 @@
 
 llama.cpp has no preemption. As many sequences run at a time as fit the pool at their full length,
 which is what its own server does with as many slots. All sequences of a job have one length, so a
-slot that is given on and a whole group that is replaced come to the same.
+slot that is given on and a whole group that is replaced come to the same. Each slot has its cells
+to itself: in one pool for all, every token would look at everybody's.
 """
 
 from __future__ import annotations
@@ -12,27 +13,31 @@ from protocol import Generated, Job, serve
 BATCH_TOKENS = 512
 """Most tokens of one call: llama.cpp's own micro-batch."""
 
+CELLS_STEP = 256
+"""What llama.cpp rounds the cells of a slot up to."""
+
 
 class LlamaCppEngine:
-    """llama.cpp in this process, with one pool of KV cells for all sequences."""
+    """llama.cpp in this process, its KV cells shared out among the slots."""
 
     def __init__(self, job: Job) -> None:
         import llama_cpp as cpp
 
         self.cpp = cpp
         cpp.llama_backend_init()
-        self.slots = max(1, min(job.max_num_seqs, job.kv_tokens // job.max_model_len))
+        cells = -(-job.max_model_len // CELLS_STEP) * CELLS_STEP
+        self.slots = max(1, min(job.max_num_seqs, job.kv_tokens // cells))
         self.model = cpp.llama_model_load_from_file(
             job.model.encode(), cpp.llama_model_default_params()
         )
         if not self.model:
             raise RuntimeError(f"llama.cpp cannot load {job.model}")
         params = cpp.llama_context_default_params()
-        params.n_ctx = job.kv_tokens
+        params.n_ctx = self.slots * cells
         params.n_batch = params.n_ubatch = BATCH_TOKENS
         params.n_seq_max = self.slots
         params.n_threads = params.n_threads_batch = job.threads
-        params.kv_unified = True
+        params.kv_unified = False
         self.context = cpp.llama_init_from_model(self.model, params)
         if not self.context:
             raise RuntimeError("llama.cpp cannot make a context")
