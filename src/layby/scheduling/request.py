@@ -291,8 +291,9 @@ class Request:
     @property
     def num_live_seqs(self) -> int:
         """Places it takes under ``max_num_seqs``: samples not yet forked count already."""
-        finished = sum(seq.finish_reason is not None for seq in self.sequences)
-        return self.n - finished
+        if self.n == 1:  # asked in every step
+            return int(self.sequences[0].finish_reason is None)
+        return self.n - sum(seq.finish_reason is not None for seq in self.sequences)
 
     def fork(self) -> None:
         """Give every sample its own sequence, each with the tokens of the first."""
