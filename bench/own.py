@@ -53,7 +53,7 @@ def measure(name: str, quick: bool) -> dict[str, float]:
     return {
         "output_tokens_per_s": statistics.median(run.output_tokens_per_s for run in runs),
         "duration_s": statistics.median(run.duration_s for run in runs),
-        "preemptions_swap": statistics.median(run.preemptions["swap"] for run in runs),
+        "preemptions_swap": statistics.median(run.preemptions.swap for run in runs),
         "recomputed_tokens": statistics.median(run.recomputed_tokens for run in runs),
     }
 
