@@ -552,3 +552,25 @@ class TestQueue:
         assert [request.request_id for request in queue] == ["1", "3", "4", "2"]
         with pytest.raises(KeyError):
             queue.remove(requests[0])
+
+
+def test_a_sample_that_ends_while_it_computes_the_common_prefix_hands_it_over() -> None:
+    """Diverged samples wait for one of them to compute their prompt again; a stop string may be
+    found in just that one."""
+    harness = Harness(
+        num_blocks=5, block_size=4, max_num_seqs=2, max_num_batched_tokens=4, watermark=0.0
+    )
+    group = harness.add(13, 3, n=2, priority=1)
+    while group.first_token_time is None:
+        harness.step()
+    urgent = harness.add(17, 1)
+    while not urgent.is_finished:
+        harness.step()
+    harness.step()
+    owner = group.prefix_owner
+    assert owner is not None
+    assert group.status is RequestStatus.RUNNING
+    assert not harness.scheduler.finish_sequence(owner)
+    assert group.prefix_owner is not owner
+    harness.run()
+    assert [seq.num_output_tokens for seq in group.sequences if seq is not owner] == [3]

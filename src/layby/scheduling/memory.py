@@ -220,6 +220,12 @@ class KVMemory:
                 copies.append(BlockMove(shared, own))
         return copies
 
+    def append_blocks(self, seq: Sequence, count: int) -> None:
+        """Give a decoding sequence blocks, its last one being full. Only called when they are
+        free."""
+        seq.block_table += self.device.allocate(count)
+        self.publish(seq)
+
     def undo_copies(self, request: Request, copies: list[BlockMove]) -> list[BlockMove]:
         """Take back the request's own among ``copies``, not yet executed; returns the others.
 
@@ -388,11 +394,21 @@ class KVMemory:
 
     def release(self, seq: Sequence) -> None:
         """Give up everything a sequence holds, in either pool."""
+        if seq.request.prefix_owner is seq:
+            self._hand_prefix_over(seq)
         if seq.block_table:
             self.publish(seq)
         self.device.release(seq.block_table)
         self.swap.release(seq.swap_table)
         seq.block_table, seq.swap_table = [], []
+
+    def _hand_prefix_over(self, owner: Sequence) -> None:
+        """Another sample goes on with computing the prefix that all of them share."""
+        heir = next(iter(owner.request.live_sequences), None)
+        owner.request.prefix_owner = heir
+        if heir is not None:
+            heir.num_computed = owner.num_computed
+            heir.num_published = min(heir.num_published, owner.num_published)
 
     def _leave_device(self, request: Request) -> None:
         for seq in request.live_sequences:

@@ -8,10 +8,11 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from enum import Enum
 
-from layby.errors import InvalidRequestError, QueueFullError, RequestTooLargeError
+from layby.errors import InvalidRequestError
 from layby.scheduling.blocks import BlockPool
 from layby.scheduling.budget import SchedulingBudget
 from layby.scheduling.config import SchedulerConfig
+from layby.scheduling.intake import Intake
 from layby.scheduling.memory import KVMemory
 from layby.scheduling.metrics import SchedulerMetrics
 from layby.scheduling.plan import PreemptionMode, ScheduledSequence, StepPlan
@@ -81,6 +82,7 @@ class Scheduler:
             config.block_size,
             enable_prefix_caching=config.enable_prefix_caching,
         )
+        self._intake = Intake(config, self.memory)
         self.waiting = RequestQueue(self.policy.urgency)
         self.running = RequestQueue(self.policy.urgency)
         self.swapped = RequestQueue(self.policy.urgency)
@@ -92,6 +94,7 @@ class Scheduler:
         self._num_steps = 0
         self._num_added = 0
         self._open_plan: StepPlan | None = None
+        self._is_quiet = False  # nothing but decoding happened since the last step was decided
         self._num_queued_seqs = 0  # samples of requests that were never admitted
         self._num_placed_seqs = 0  # live sequences of all others
 
@@ -116,8 +119,8 @@ class Scheduler:
                 f"request {request.request_id!r} was added before and is {request.status.value}",
                 param="request_id",
             )
-        self._check_size(request)
-        self._check_queue(request)
+        self._intake.check_size(request)
+        self._intake.check_queue(request, self._num_queued_seqs, self._num_placed_seqs)
         if request.arrival_time is None:
             request.arrival_time = self.clock()
         self._num_added += 1
@@ -125,54 +128,12 @@ class Scheduler:
         self.requests[request.request_id] = request
         self.waiting.add(request)
         self._num_queued_seqs += request.n
+        self._is_quiet = False
         self.metrics.requests_accepted += 1
-
-    def _check_size(self, request: Request) -> None:
-        config = self.config
-        if request.n > config.max_num_seqs:
-            raise InvalidRequestError(
-                f"n is {request.n}, but at most {config.max_num_seqs} sequences can run",
-                param="n",
-            )
-        length = request.num_prompt_tokens + request.max_tokens
-        if config.max_model_len is not None and length > config.max_model_len:
-            raise InvalidRequestError(
-                f"the prompt's {request.num_prompt_tokens} tokens and max_tokens "
-                f"{request.max_tokens} make {length}, but a sequence holds at most "
-                f"{config.max_model_len} tokens",
-                param="max_tokens",
-            )
-        needed = self.memory.worst_case_blocks(request)
-        if needed > config.num_blocks:
-            samples = f", n {request.n}" if request.n > 1 else ""
-            raise RequestTooLargeError(
-                f"the prompt's {request.num_prompt_tokens} tokens with max_tokens "
-                f"{request.max_tokens}{samples} need {needed} KV blocks of {config.block_size} "
-                f"tokens, but the pool has {config.num_blocks}",
-                needed_blocks=needed,
-                total_blocks=config.num_blocks,
-                param="max_tokens",
-            )
-
-    def _check_queue(self, request: Request) -> None:
-        """New requests may fill the free places and, beyond those, the queue; preempted ones do
-        not count as queued, they hold a place already."""
-        limit = self.config.max_queue
-        if limit is None or self._num_queued_seqs + request.n <= limit:
-            return
-        free_places = max(0, self.config.max_num_seqs - self._num_placed_seqs)
-        if self._num_queued_seqs + request.n > limit + free_places:
-            raise QueueFullError(
-                f"the queue is full: sequences waiting {self._num_queued_seqs}, with a place "
-                f"{self._num_placed_seqs}, asked for {request.n}, limit of the queue {limit}"
-            )
 
     def max_output_tokens(self, num_prompt_tokens: int, n: int = 1) -> int:
         """Largest ``max_tokens`` that context and device pool allow; 0 or less if none does."""
-        most = self.memory.max_output_tokens(num_prompt_tokens, n)
-        if self.config.max_model_len is not None:
-            most = min(most, self.config.max_model_len - num_prompt_tokens)
-        return most
+        return self._intake.max_output_tokens(num_prompt_tokens, n)
 
     @property
     def has_unfinished(self) -> bool:
@@ -205,15 +166,29 @@ class Scheduler:
         if self._open_plan is not None:
             raise RuntimeError(f"step {self._open_plan.step} was scheduled and not updated")
         self._num_steps += 1
-        self._attended.update(self._steady.take_due(self._num_steps))
         step = _Step(
             plan=StepPlan(step=self._num_steps, now=self.clock()),
             budget=SchedulingBudget(self.config.max_num_batched_tokens, self.config.max_num_seqs),
         )
-        step.budget.add(num_tokens=len(self._steady), num_seqs=len(self._steady))
         for request in self._attended:
             self._take_seat(request, step)
+        self._grow_steady(step)
+        step.budget.add(num_tokens=len(self._steady), num_seqs=len(self._steady))
         return step
+
+    def _grow_steady(self, step: _Step) -> None:
+        """Steady decodes that have filled their last block get the next one and go on; if blocks
+        are short, they are attended to, because somebody must go."""
+        due = self._steady.due(self._num_steps)
+        if len(due) + step.set_aside_blocks <= self.memory.device.num_free:
+            for request in due:
+                self.memory.append_blocks(request.sequences[0], 1)
+                self._steady.renew(request, until_step=self._num_steps + self.config.block_size)
+            return
+        for request in due:
+            self._steady.discard(request)
+            self._attended.add(request)
+            self._take_seat(request, step)
 
     def _commit_step(self, step: _Step) -> StepPlan:
         """Put the plan together and note the peaks."""
@@ -227,6 +202,7 @@ class Scheduler:
         metrics.swapped_queue_size_max = max(metrics.swapped_queue_size_max, len(self.swapped))
         metrics.kv_usage_max = max(metrics.kv_usage_max, self.memory.device.usage)
         self._open_plan = plan
+        self._is_quiet = not (step.scheduled or plan.preempted)
         return plan
 
     def _schedule_swapped(self, step: _Step) -> None:
@@ -381,6 +357,7 @@ class Scheduler:
             case _:
                 self._leave_running(request)
         request.move_to(RequestStatus.FINISHED)
+        self._is_quiet = False
         request.finish_time = now
         for seq in request.sequences:
             self.memory.release(seq)
@@ -581,6 +558,60 @@ class Scheduler:
         self._finish(request, now)
         self.metrics.requests_finished += 1
         return True
+
+    # --- many steps at once ---
+
+    def quiet_steps(self) -> int:
+        """How many of the next steps hold no decision, if nothing comes from outside.
+
+        In such a step every running sequence decodes one token, takes a block where it needs one,
+        and goes on; who waits or is parked had no room in the last step and has less in these.
+        A sequence that reaches ``max_tokens`` ends in a step of its own. 0 if unknown.
+        """
+        if not self._is_quiet or self._attended or self._open_plan is not None:
+            return 0
+        sequences = [item.sequence for item in self._steady.turns()]
+        steps = min((seq.most_tokens - len(seq.tokens) for seq in sequences), default=1) - 1
+        if self._blocks_to_grow(sequences, steps) <= self.memory.device.num_free:
+            return steps
+        return self._steady.steps_with(
+            self.memory.device.num_free,
+            after_step=self._num_steps,
+            most=min(steps, self.config.block_size),
+        )
+
+    def skip(self, steps: int, token: int) -> None:
+        """Take so many steps at once, each of which samples ``token`` for everybody.
+
+        The same as as many calls of ``schedule`` and ``update`` while the clock stands still, at
+        the price of one. For simulators, which know the tokens beforehand.
+
+        Args:
+            steps: At most ``quiet_steps()``.
+            token: One that ends no sequence.
+        """
+        block_size = self.config.block_size
+        first = self._num_steps + 1
+        self._num_steps += steps
+        self._steady.forget_bookings(range(first, first + steps))
+        for item in self._steady.turns():
+            seq = item.sequence
+            seq.tokens.extend([token] * steps)
+            item.start += steps
+            room = len(seq.block_table) * block_size - len(seq.tokens) + 1
+            if room < 0:
+                self.memory.append_blocks(seq, -(room // block_size))
+                room %= block_size
+                self._steady.renew(seq.request, until_step=self._num_steps + room + 1)
+        self.metrics.kv_usage_max = max(self.metrics.kv_usage_max, self.memory.device.usage)
+
+    def _blocks_to_grow(self, sequences: list[Sequence], steps: int) -> int:
+        """Blocks that so many more steps of decoding take."""
+        size = self.config.block_size
+        return sum(
+            max(0, (len(seq.tokens) + steps - 2) // size + 1 - len(seq.block_table))
+            for seq in sequences
+        )
 
     # --- ending early ---
 

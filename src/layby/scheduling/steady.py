@@ -27,20 +27,40 @@ class SteadyDecodes:
         """Leave the request alone until the step of that number."""
         seq = request.sequences[0]
         self._turns[request] = ScheduledSequence(seq, seq.num_computed, 1, (seq,))
-        self._until[request] = until_step
-        self._booked.setdefault(until_step, []).append(request)
+        self.renew(request, until_step=until_step)
 
     def discard(self, request: Request) -> bool:
         """Forget the request (it ended or is preempted); False if it was not here."""
         self._until.pop(request, None)
         return self._turns.pop(request, None) is not None
 
-    def take_due(self, step: int) -> list[Request]:
-        """Take out the requests that must be looked at in this step."""
-        due = [r for r in self._booked.pop(step, ()) if self._until.get(r) == step]
-        for request in due:
-            self.discard(request)
-        return due
+    def due(self, step: int) -> list[Request]:
+        """The requests that were booked for this step. They stay until they are renewed or
+        discarded."""
+        booked = dict.fromkeys(self._booked.pop(step, ()))  # who left and came back stands twice
+        return [request for request in booked if self._until.get(request) == step]
+
+    def renew(self, request: Request, *, until_step: int) -> None:
+        """Book the request again: it goes on as before."""
+        self._until[request] = until_step
+        self._booked.setdefault(until_step, []).append(request)
+
+    def steps_with(self, num_blocks: int, *, after_step: int, most: int) -> int:
+        """How many steps, at most ``most``, can follow until more blocks than these are needed.
+
+        ``most`` is no more than a block has slots, so that nobody is due twice.
+        """
+        for steps in range(most):
+            step = after_step + 1 + steps
+            num_blocks -= sum(self._until.get(r) == step for r in self._booked.get(step, ()))
+            if num_blocks < 0:
+                return steps
+        return most
+
+    def forget_bookings(self, steps: range) -> None:
+        """Drop what was booked for steps that were not taken one by one."""
+        for step in steps:
+            self._booked.pop(step, None)
 
     def turns(self) -> list[ScheduledSequence]:
         """Everybody's share of the next step."""

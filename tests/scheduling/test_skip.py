@@ -1,0 +1,112 @@
+"""Many steps at once come to the same as the steps one by one."""
+
+from __future__ import annotations
+
+import random
+from contextlib import suppress
+from dataclasses import asdict
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from layby.errors import RequestTooLargeError
+from layby.scheduling import Request, Scheduler, SchedulerConfig
+
+TOKEN = 7
+
+
+def run(seed: int, *, skipping: bool, policy: str, mode: str, caching: bool) -> tuple[object, int]:
+    """Random traffic, arrivals by step number; what happened when, and the calls it took."""
+    rng = random.Random(seed)
+    config = SchedulerConfig(
+        num_blocks=rng.choice([12, 30, 80]),
+        num_swap_blocks=rng.choice([0, 20, 200]),
+        block_size=4,
+        max_num_seqs=rng.choice([3, 8]),
+        max_num_batched_tokens=16,
+        policy=policy,
+        preemption_mode=mode,
+        enable_prefix_caching=caching,
+        watermark=rng.choice([0.0, 1.0]),
+    )
+    now = 0
+    scheduler = Scheduler(config, clock=lambda: float(now))
+    arrivals: dict[int, list[Request]] = {}
+    step = 0
+    for number in range(12):
+        step += rng.choice([0, 1, 5, 40])
+        prompt = [1000 * number + i for i in range(rng.randint(1, 20))]
+        request = Request(
+            str(number),
+            prompt,
+            max_tokens=rng.randint(1, 24),
+            n=rng.choice([1, 1, 1, 1, 2]),
+            priority=rng.choice([0, 0, 1]),
+        )
+        arrivals.setdefault(step, []).append(request)
+    events: list[object] = []
+    calls = 0
+    while arrivals or scheduler.has_unfinished:
+        for request in arrivals.pop(now, []):
+            with suppress(RequestTooLargeError):
+                scheduler.add_request(request)
+        if not scheduler.has_unfinished:
+            now = min(arrivals)
+            continue
+        until_arrival = min(arrivals) - now if arrivals else 10**9
+        steps = min(scheduler.quiet_steps(), until_arrival) if skipping else 0
+        calls += 1
+        if steps:
+            scheduler.skip(steps, TOKEN)
+            now += steps
+        else:
+            plan = scheduler.schedule()
+            events += [(now, "out", r.request_id, mode) for r, mode in plan.preempted]
+            events += [(now, "in", r.request_id) for r in plan.resumed + plan.admitted]
+            events += [(now, len(plan.swap_out), len(plan.swap_in), len(plan.copy))]
+            for request in scheduler.update(plan, [TOKEN] * plan.num_samples):
+                lengths = [len(seq.tokens) for seq in request.sequences]
+                events.append((now, "end", request.request_id, lengths))
+            now += 1
+        scheduler.check_integrity()
+    moves = [event for event in events if event[1:] != (0, 0, 0)]  # quiet steps leave no trace
+    return (moves, asdict(scheduler.metrics), now), calls
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    seed=st.integers(0, 10**9),
+    policy=st.sampled_from(["swapped-first", "running-first", "recompute-only", "reserve"]),
+    mode=st.sampled_from(["auto", "recompute"]),
+    caching=st.booleans(),
+)
+def test_skipping_changes_nothing(seed: int, policy: str, mode: str, caching: bool) -> None:
+    outcome, calls = run(seed, skipping=False, policy=policy, mode=mode, caching=caching)
+    skipped, fewer_calls = run(seed, skipping=True, policy=policy, mode=mode, caching=caching)
+    assert skipped == outcome
+    assert fewer_calls <= calls
+
+
+def test_a_lone_request_takes_few_calls() -> None:
+    scheduler = Scheduler(SchedulerConfig(num_blocks=100), clock=lambda: 0.0)
+    scheduler.add_request(Request("a", [1, 2, 3], max_tokens=500))
+    calls = 0
+    while scheduler.has_unfinished:
+        calls += 1
+        if steps := scheduler.quiet_steps():
+            scheduler.skip(steps, TOKEN)
+        else:
+            plan = scheduler.schedule()
+            scheduler.update(plan, [TOKEN] * plan.num_samples)
+    assert calls < 10
+
+
+def test_an_arrival_ends_the_quiet() -> None:
+    scheduler = Scheduler(SchedulerConfig(num_blocks=100), clock=lambda: 0.0)
+    scheduler.add_request(Request("a", [1, 2, 3], max_tokens=50))
+    for _ in range(3):
+        plan = scheduler.schedule()
+        scheduler.update(plan, [TOKEN] * plan.num_samples)
+    assert scheduler.quiet_steps() > 0
+    scheduler.add_request(Request("b", [4], max_tokens=5))
+    assert scheduler.quiet_steps() == 0
