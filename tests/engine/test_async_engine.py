@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import aclosing, asynccontextmanager
@@ -84,6 +85,29 @@ def test_every_token_is_a_delta_of_its_own() -> None:
             stream = await engine.submit("x")
             pieces = [delta.outputs[0].text async for delta in stream]
             assert pieces == ["a", "b", "c", ""]
+
+    run(test())
+
+
+@pytest.mark.parametrize("stop", [(), ("never there",)])
+def test_text_is_made_off_the_engines_thread_unless_it_decides(
+    monkeypatch: pytest.MonkeyPatch, stop: tuple[str, ...]
+) -> None:
+    async def test() -> None:
+        harness = Harness(script=spell("abc"))
+        tokenizer, threads = harness.engine.tokenizer, set()
+        token_bytes = tokenizer.token_bytes
+
+        def watched(token: int) -> bytes:
+            threads.add(threading.current_thread())
+            return token_bytes(token)
+
+        monkeypatch.setattr(tokenizer, "token_bytes", watched)
+        async with started(harness) as engine:
+            answer = await read(engine.generate("x", SamplingParams(stop=stop)))
+        assert answer.outputs[0].text == "abc"
+        [thread] = threads
+        assert (thread is threading.main_thread()) == (not stop)
 
     run(test())
 

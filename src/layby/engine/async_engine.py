@@ -87,7 +87,9 @@ class RequestStream:
             except asyncio.CancelledError:
                 self.close()
                 raise
-        return self._deltas.popleft()
+        delta = self._deltas.popleft()
+        delta.read()
+        return delta
 
     def close(self) -> None:
         """Stop reading; abort the request if it has not ended. May be called again."""
@@ -159,6 +161,7 @@ class AsyncEngine:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        engine.defers_text = True  # streams read their deltas in the event loop's thread
         self._workers = Workers(NUM_WORKERS)
         self._wake = threading.Condition()  # guards the four below
         self._commands: deque[_Submit | _Abort] = deque()

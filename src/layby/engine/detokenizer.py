@@ -128,6 +128,11 @@ class Detokenizer:
                 break
         return "".join(shown)
 
+    def read(self, token_ids: Sequence[int], *, ends: bool) -> str:
+        """``push``, and ``flush`` if the text ends with these tokens."""
+        text = self.push(token_ids)
+        return text + self.flush() if ends else text
+
     def flush(self) -> str:
         """End the text; return what was held back. Empty after a stop string.
 

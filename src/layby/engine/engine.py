@@ -7,8 +7,10 @@ import logging
 import os
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from layby.engine.detokenizer import Detokenizer, StopStrings
@@ -90,6 +92,11 @@ class Engine:
         seed: Base of the seeds of requests that bring none; None takes them from the system.
         device, dtype: What the executor computes on and in, for reports; None: not known.
         clock: Seconds, monotonic.
+
+    Attributes:
+        defers_text: Leave tokens to be made text by whoever reads the deltas (in a thread of his
+            own, see ``RequestDelta.read``), unless the request has stop strings: those decide
+            about the next step.
     """
 
     def __init__(
@@ -117,11 +124,13 @@ class Engine:
         self.device = device
         self.dtype = dtype
         self.error: EngineDeadError | None = None
+        self.defers_text = False
         self._clock = clock
         self._live: dict[str, _Live] = {}
         self._seeds = random.Random(seed) if seed is not None else random.SystemRandom()
         self._id_prefix = os.urandom(4).hex()
         self._id_numbers = itertools.count()
+        self._gaps: Counter[float] = Counter()  # token to token, of the step being committed
         self._empty_steps = 0
         self._closed = False
         self._prompt_tokens = self._generation_tokens = self._requests_failed = 0
@@ -510,6 +519,9 @@ class Engine:
             except Exception as fault:
                 logger.exception("request %s failed", request_id)
                 deltas.append(self._fail(request_id, f"{type(fault).__name__}: {fault}"))
+        for gap_s, count in self._gaps.items():
+            self._metrics.observe_inter_token(gap_s, count)
+        self._gaps.clear()
         return deltas
 
     def _delta(
@@ -531,22 +543,32 @@ class Engine:
     ) -> CompletionDelta:
         """What one token adds to its sample, whose end (if it is one) is settled here."""
         state = live.samples[sample.index]
-        piece = CompletionDelta(sample.index, "", [token])
+        reason = sample.finish_reason
+        # A token that stops is not part of the text, as a stop string is not.
+        shown = [] if reason is FinishReason.STOP else [token]
+        piece = self._read(live, sample.index, shown, ends=reason is not None)
+        piece.token_ids = [token]
         if live.params.logprobs is not None and logprob is not None:
             piece.logprobs = [logprob]
-        # A token that stops is not part of the text, as a stop string is not.
-        if sample.finish_reason is not FinishReason.STOP:
-            piece.text = state.text.push([token])
-        if sample.finish_reason is not None:
-            piece.text += state.text.flush()
-            piece.finish_reason = sample.finish_reason.value
+        if reason is not None:
+            piece.finish_reason = reason.value
             if sample.stop_token in live.params.stop_token_ids:
                 piece.stop_reason = sample.stop_token
         if state.text.stopped_by is not None:
             piece.finish_reason, piece.stop_reason = "stop", state.text.stopped_by
-            if sample.finish_reason is None:
+            if reason is None:
                 self.scheduler.finish_sequence(sample, FinishReason.STOP)
         state.ended = piece.finish_reason is not None
+        return piece
+
+    def _read(self, live: _Live, index: int, tokens: list[int], *, ends: bool) -> CompletionDelta:
+        """What these tokens show of a sample, now or when the reader asks for it."""
+        text = live.samples[index].text
+        piece = CompletionDelta(index, "", [])
+        if self.defers_text and not live.params.stop:
+            piece.unread = partial(text.read, tokens, ends=ends)
+        else:
+            piece.text = text.read(tokens, ends=ends)
         return piece
 
     def _observe_tokens(self, live: _Live, indexes: list[int], now: float) -> None:
@@ -557,7 +579,7 @@ class Engine:
         for index in indexes:
             state = live.samples[index]
             if state.last_token_s is not None:
-                self._metrics.observe_inter_token(now - state.last_token_s)
+                self._gaps[now - state.last_token_s] += 1
             state.last_token_s = now
 
     def _new_delta(
@@ -599,8 +621,8 @@ class Engine:
         for index, state in enumerate(live.samples):
             if not state.ended:
                 state.ended = True
-                text = state.text.flush()
-                outputs.append(CompletionDelta(index, text, [], finish_reason=reason.value))
+                outputs.append(self._read(live, index, [], ends=True))
+                outputs[-1].finish_reason = reason.value
         delta = self._new_delta(live, outputs, finished=True, now=now, error=error)
         self._requests_failed += reason is FinishReason.ERROR
         self._forget(live, reason.value, now)

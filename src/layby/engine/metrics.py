@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import logging
+import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 logger = logging.getLogger("layby.engine")
 
@@ -123,11 +132,13 @@ class EngineMetrics:
         self._time_to_first_token = self._histogram(
             "vllm:time_to_first_token_seconds", "Arrival to first token.", _TTFT_BUCKETS_S
         )
-        self._inter_token_latency = self._histogram(
+        self._inter_token_latency = _BatchHistogram(
             "vllm:inter_token_latency_seconds",
             "From one token of a sample to its next.",
             _ITL_BUCKETS_S,
+            model_name,
         )
+        self.registry.register(self._inter_token_latency)
         self._e2e_latency = self._histogram(
             "vllm:e2e_request_latency_seconds",
             "Arrival to end, of requests that ended by themselves.",
@@ -145,9 +156,9 @@ class EngineMetrics:
         """A request's first token came so long after its arrival."""
         self._time_to_first_token.observe(seconds)
 
-    def observe_inter_token(self, seconds: float) -> None:
-        """A sample's next token came so long after the one before it."""
-        self._inter_token_latency.observe(seconds)
+    def observe_inter_token(self, seconds: float, count: int = 1) -> None:
+        """So many samples' next token came so long after the one before it."""
+        self._inter_token_latency.add(seconds, count)
 
     def observe_end(self, reason: str, seconds: float) -> None:
         """A request ended, so long after its arrival; ``reason`` is that of its last sample."""
@@ -167,6 +178,40 @@ class EngineMetrics:
         return Histogram(
             name, help_text, labelnames=["model_name"], buckets=buckets, registry=self.registry
         ).labels(self._model_name)
+
+
+def _number(value: float) -> str:
+    text: str = floatToGoString(value)  # type: ignore[no-untyped-call]
+    return text
+
+
+class _BatchHistogram(Collector):
+    """A histogram that takes many equal values at once.
+
+    A step gives most of its sequences the same inter-token latency. One thread adds.
+    """
+
+    def __init__(
+        self, name: str, help_text: str, buckets: tuple[float, ...], model_name: str
+    ) -> None:
+        self._name, self._help_text, self._model_name = name, help_text, model_name
+        self._bounds = (*buckets, math.inf)
+        self._counts = [0] * len(self._bounds)
+        self._sum = 0.0
+
+    def add(self, value: float, count: int) -> None:
+        """Add a value so many times."""
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._sum += value * count
+
+    def collect(self) -> Iterator[Metric]:
+        family = HistogramMetricFamily(self._name, self._help_text, labels=["model_name"])
+        buckets = [
+            (_number(bound), float(count))
+            for bound, count in zip(self._bounds, accumulate(self._counts), strict=True)
+        ]
+        family.add_metric([self._model_name], buckets, self._sum)
+        yield family
 
 
 class _StatsCollector(Collector):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -16,7 +17,8 @@ class CompletionDelta:
     ``text`` holds whole characters only; it may be empty while a character or a possible stop
     string is held back, and may then cover several tokens. ``finish_reason`` is set exactly once
     per sample: ``stop``, ``length``, ``abort`` or ``error``. ``stop_reason`` is the stop string
-    or stop token id that matched, None for an end-of-sequence token.
+    or stop token id that matched, None for an end-of-sequence token. ``unread`` gives the text
+    if it has not been made yet; see ``RequestDelta.read``.
     """
 
     index: int
@@ -25,6 +27,7 @@ class CompletionDelta:
     logprobs: list[PositionLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    unread: Callable[[], str] | None = None
 
 
 @dataclass(slots=True)
@@ -51,6 +54,15 @@ class RequestDelta:
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     error: LaybyError | None = None
     time_s: float = 0.0
+
+    def read(self) -> None:
+        """Make the text of samples whose engine left that to the reader.
+
+        To be called for all deltas of a request in order, by one thread at a time.
+        """
+        for piece in self.outputs:
+            if piece.unread is not None:
+                piece.text, piece.unread = piece.unread(), None
 
 
 @dataclass(slots=True)

@@ -8,13 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from layby.execution.batch import StepBatch, build_batch
+from layby.execution.batch import BatchBuilder, StepBatch
 from layby.execution.executor import PositionLogprobs, StepResult
 from layby.execution.kv_cache import KVCache
 from layby.execution.sampler import Sampler, describe, sampling_params
 from layby.models.network import Network
-from layby.scheduling.plan import ScheduledSequence, StepPlan
-from layby.scheduling.request import Sequence
+from layby.scheduling.plan import StepPlan
 
 _PROMPT_ROWS = 128
 """Rows of prompt log-probabilities at once: bounds the memory for ``[rows, vocab]``."""
@@ -43,6 +42,7 @@ class TorchExecutor:
             num_swap_blocks=num_swap_blocks,
             device=model.device,
         )
+        self._batches = BatchBuilder(block_size)
         self._sampler = Sampler()
 
     @torch.inference_mode()
@@ -51,17 +51,13 @@ class TorchExecutor:
         self.cache.swap_out(plan.swap_out)
         self.cache.swap_in(plan.swap_in)
         self.cache.copy(plan.copy)
-        failures = self._unreadable(plan.scheduled)
-        scheduled = [
-            item for item in plan.scheduled if item.sequence.request.request_id not in failures
-        ]
         num_samples = sum(len(item.samplers) for item in plan.scheduled)
-        result = StepResult([0] * num_samples, failures=failures)
-        if scheduled:
-            batch = build_batch(scheduled, block_size=self.block_size)
+        result = StepResult([0] * num_samples, failures=self._unreadable(plan))
+        batch = self._batches.build(plan, without=frozenset(result.failures))
+        if batch.items:
             hidden = self.model.forward(batch.flat, self.cache.pool)
             self._report_prompts(batch, hidden, result)
-            self._sample(plan, batch, hidden, result)
+            self._sample(batch, hidden, result)
         return result
 
     def release(self, request_id: str) -> None:
@@ -73,11 +69,14 @@ class TorchExecutor:
         self.cache.synchronize()
         del self.cache
 
-    def _unreadable(self, scheduled: list[ScheduledSequence]) -> dict[str, str]:
-        """Requests with a token that the model does not have: they must not fail the batch."""
+    def _unreadable(self, plan: StepPlan) -> dict[str, str]:
+        """Requests with a token that the model does not have: they must not fail the batch.
+
+        Who goes on decoding has a token that was sampled from the model.
+        """
         vocab = self.model.config.vocab_size
         failures = {}
-        for item in scheduled:
+        for item in plan.scheduled[plan.num_steady :]:
             tokens = item.sequence.tokens[item.start : item.start + item.num_tokens]
             if min(tokens) < 0 or max(tokens) >= vocab:
                 failures[item.sequence.request.request_id] = (
@@ -85,34 +84,24 @@ class TorchExecutor:
                 )
         return failures
 
-    def _sample(self, plan: StepPlan, batch: StepBatch, hidden: Tensor, result: StepResult) -> None:
+    def _sample(self, batch: StepBatch, hidden: Tensor, result: StepResult) -> None:
         """Sample every row that the plan wants sampled; fill in ``result``."""
-        last_row = {
-            id(item): first + item.num_tokens - 1
-            for item, first in zip(batch.items, batch.flat.first_rows.tolist(), strict=True)
-        }
-        rows: list[int] = []
-        samplers: list[Sequence] = []
-        places: list[int] = []
-        place = 0
-        for item in plan.scheduled:
-            if id(item) in last_row:
-                rows += [last_row[id(item)]] * len(item.samplers)
-                samplers += item.samplers
-                places += range(place, place + len(item.samplers))
-            place += len(item.samplers)
-        if not rows:
+        samplers, rows = batch.samplers, batch.sample_rows
+        if not samplers:
             return
-        # All samples of a prompt share one row: its logits are computed once.
-        distinct, inverse = np.unique(rows, return_inverse=True)
-        logits = self.model.logits(hidden[torch.from_numpy(distinct).to(hidden.device)])
-        if len(distinct) != len(rows) or not np.array_equal(inverse, np.arange(len(rows))):
-            logits = logits[torch.from_numpy(inverse).to(logits.device)]
+        if len(rows) == len(hidden) and (np.diff(rows) == 1).all():
+            logits = self.model.logits(hidden)  # of every row, as when all decode
+        else:
+            # All samples of a prompt share one row: its logits are computed once.
+            distinct, inverse = np.unique(rows, return_inverse=True)
+            logits = self.model.logits(hidden[torch.from_numpy(distinct).to(hidden.device)])
+            if len(distinct) < len(rows):
+                logits = logits[torch.from_numpy(inverse).to(logits.device)]
         samples = self._sampler.sample(logits, samplers)
         result.failures |= samples.failures
         if samples.logprobs:
             result.logprobs = [None] * len(result.tokens)
-        for index, place in enumerate(places):
+        for index, place in enumerate(batch.sample_places.tolist()):
             result.tokens[place] = samples.tokens[index]
             if samples.logprobs:
                 result.logprobs[place] = samples.logprobs[index]
@@ -124,10 +113,12 @@ class TorchExecutor:
         """
         for item, first in zip(batch.items, batch.flat.first_rows.tolist(), strict=True):
             sequence = item.sequence
-            count = sampling_params(sequence).prompt_logprobs
             # The row at position p predicts the token at p + 1. Only the first sample reports.
             end = min(item.start + item.num_tokens, sequence.num_prompt_tokens - 1)
-            if count is None or sequence.index or end <= item.start:
+            if end <= item.start or sequence.index:
+                continue
+            count = sampling_params(sequence).prompt_logprobs
+            if count is None:
                 continue
             rows = hidden[first : first + end - item.start]
             chosen = sequence.tokens[item.start + 1 : end + 1]
