@@ -51,13 +51,13 @@ def run(seed: int, *, skipping: bool, policy: str, mode: str, caching: bool) -> 
             with suppress(RequestTooLargeError):
                 scheduler.add_request(request)
         if not scheduler.has_unfinished:
-            now = min(arrivals)
+            now = min(arrivals, default=now)
             continue
         until_arrival = min(arrivals) - now if arrivals else 10**9
         steps = min(scheduler.quiet_steps(), until_arrival) if skipping else 0
         calls += 1
         if steps:
-            scheduler.skip(steps, TOKEN)
+            scheduler.skip(steps, lambda seq: TOKEN)
             now += steps
         else:
             plan = scheduler.schedule()
@@ -94,7 +94,7 @@ def test_a_lone_request_takes_few_calls() -> None:
     while scheduler.has_unfinished:
         calls += 1
         if steps := scheduler.quiet_steps():
-            scheduler.skip(steps, TOKEN)
+            scheduler.skip(steps, lambda seq: TOKEN)
         else:
             plan = scheduler.schedule()
             scheduler.update(plan, [TOKEN] * plan.num_samples)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 
 
 class OutOfBlocksError(RuntimeError):
@@ -32,8 +32,8 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._evictable: OrderedDict[int, None] = OrderedDict()
         self._ref_counts = [0] * num_blocks
-        self._content: dict[int, bytes] = {}  # block → content address
-        self._index: dict[bytes, int] = {}  # content address → block
+        self._content: dict[int, Hashable] = {}  # block → content address
+        self._index: dict[Hashable, int] = {}  # content address → block
 
     @property
     def num_free(self) -> int:
@@ -70,7 +70,7 @@ class BlockPool:
         from_free = min(count, len(self._free))
         blocks = self._free[len(self._free) - from_free :][::-1]
         del self._free[len(self._free) - from_free :]
-        while len(blocks) < count:
+        for _ in range(count - from_free):
             block, _ = self._evictable.popitem(last=False)
             del self._index[self._content.pop(block)]
             blocks.append(block)
@@ -91,24 +91,27 @@ class BlockPool:
         A block left without holders stays evictable if its content is known. Of one table the
         tail is given up first, because a prefix serves more requests than what follows it.
         """
+        counts, content = self._ref_counts, self._content
         for block in reversed(list(blocks)):
-            count = self._ref_counts[block] - 1
+            count = counts[block] - 1
             if count < 0:
                 raise OutOfBlocksError(f"block {block} was released more often than it was taken")
-            self._ref_counts[block] = count
+            counts[block] = count
             if count == 0:
-                if block in self._content:
+                if block in content:
                     self._evictable[block] = None
                 else:
                     self._free.append(block)
 
-    def publish(self, block: int, address: bytes) -> None:
-        """Make a full block findable by its content; the first of equal blocks is the one found."""
-        if address not in self._index and block not in self._content:
-            self._index[address] = block
-            self._content[block] = address
+    def publish(self, blocks: Iterable[int], addresses: Iterable[Hashable]) -> None:
+        """Make full blocks findable by their content; the first of equal ones is the one found."""
+        content, index = self._content, self._index
+        for block, address in zip(blocks, addresses, strict=True):
+            if address not in index and block not in content:
+                index[address] = block
+                content[block] = address
 
-    def find(self, address: bytes) -> int | None:
+    def find(self, address: Hashable) -> int | None:
         """A block with this content, held or evictable; None if there is none."""
         return self._index.get(address)
 

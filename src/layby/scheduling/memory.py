@@ -14,6 +14,7 @@ One verb per move, each with the question that must be asked first::
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from layby.scheduling.blocks import BlockPool
@@ -50,7 +51,7 @@ class KVMemory:
         # Swap blocks being read by the step in flight: swap-outs are executed before swap-ins, so
         # within one step they must not be handed out again.
         self._leaving: list[int] = []
-        self._arriving: list[tuple[int, bytes]] = []  # device blocks being filled by it
+        self._arriving: list[tuple[int, Hashable]] = []  # device blocks being filled by it
 
     # --- sizes ---
 
@@ -265,9 +266,9 @@ class KVMemory:
         """Make the sequence's full blocks findable by their content."""
         full = seq.num_computed // self.block_size
         if full > seq.num_published and self.enable_prefix_caching:
+            new = slice(seq.num_published, full)
             hashes = seq.hash_full_blocks(full, self.block_size)
-            for place in range(seq.num_published, full):
-                self.device.publish(seq.block_table[place], hashes[place])
+            self.device.publish(seq.block_table[new], hashes[new])
             seq.num_published = full
 
     # --- device ↔ swap pool ---
@@ -329,7 +330,7 @@ class KVMemory:
         to ``grow``.
         """
         block_of: dict[int, int] = {}
-        missing: list[tuple[int, bytes | None]] = []
+        missing: list[tuple[int, Hashable | None]] = []
         for seq in request.live_sequences:
             for place, slot in enumerate(seq.swap_table):
                 if slot in block_of:
@@ -361,7 +362,7 @@ class KVMemory:
         ]
         return moves
 
-    def _address(self, seq: Sequence, place: int) -> bytes | None:
+    def _address(self, seq: Sequence, place: int) -> Hashable | None:
         """Content address of a stored block; None if it is not full or caching is off."""
         if not self.enable_prefix_caching or (place + 1) * self.block_size > seq.num_computed:
             return None
@@ -380,7 +381,7 @@ class KVMemory:
         self.swap.release(leaving)
         for block, address in arriving:
             if self.device.ref_count(block):  # else its request was aborted in the meantime
-                self.device.publish(block, address)
+                self.device.publish([block], [address])
 
     # --- leaving ---
 

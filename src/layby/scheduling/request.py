@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import math
 from array import array
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from enum import Enum
+from typing import Protocol
 
 from layby.errors import InvalidRequestError
 
@@ -43,6 +44,17 @@ class FinishReason(Enum):
 
 class IllegalTransitionError(RuntimeError):
     """A request was moved between two states that do not follow each other: a bug in Layby."""
+
+
+class BlockContent(Protocol):
+    """Says which blocks of which requests hold the same, where token ids are not known."""
+
+    def addresses(self, sample: int, first: int, last: int) -> Iterable[Hashable]:
+        """Content addresses of a sample's full blocks ``first … last - 1``.
+
+        Equal ones mean equal content, and equal content in all blocks before.
+        """
+        ...
 
 
 class Sequence:
@@ -91,7 +103,7 @@ class Sequence:
         self.num_published = 0  # full blocks that others can find by their content
         self.block_table: list[int] = []
         self.swap_table: list[int] = []
-        self.block_hashes: list[bytes] = []
+        self.block_hashes: list[Hashable] = []
         self.finish_reason: FinishReason | None = None
         self.stop_token: int | None = None
 
@@ -125,19 +137,27 @@ class Sequence:
         """Whether it has ended, for whatever reason."""
         return self.finish_reason is not None
 
-    def hash_full_blocks(self, num_blocks: int, block_size: int) -> list[bytes]:
+    def hash_full_blocks(self, num_blocks: int, block_size: int) -> list[Hashable]:
         """Content addresses of the first ``num_blocks`` blocks, all of which must be full.
 
         Each address covers the block's tokens and, through the one before it, everything that
         precedes them; the first is seeded with the request's salt. Costs only what is new.
         """
         hashes = self.block_hashes
-        for index in range(len(hashes), num_blocks):
-            parent = hashes[-1] if hashes else self.request.salt
-            block = self.tokens[index * block_size : (index + 1) * block_size]
-            digest = hashlib.blake2b(parent, digest_size=16)
-            digest.update(array("q", block).tobytes())
-            hashes.append(digest.digest())
+        known = len(hashes)
+        if known >= num_blocks:
+            return hashes
+        if self.request.content is not None:
+            hashes.extend(self.request.content.addresses(self.index, known, num_blocks))
+            return hashes
+        content = array("q", self.tokens[known * block_size : num_blocks * block_size]).tobytes()
+        size = 8 * block_size
+        address = hashes[-1] if hashes else self.request.salt
+        assert isinstance(address, bytes)
+        for start in range(0, len(content), size):
+            block = content[start : start + size]
+            address = hashlib.blake2b(address + block, digest_size=16).digest()
+            hashes.append(address)
         return hashes
 
     def __repr__(self) -> str:
@@ -177,6 +197,7 @@ class Request:
         cache_salt: Requests share cached prefixes only with requests of the same salt.
         use_prefix_cache: False computes the whole prompt even where its KV is cached (prompt
             log-probabilities need every row).
+        content: Instead of token ids, says what the request's blocks have in common with others.
         payload: Anything the executor needs to know; never looked at here.
 
     Raises:
@@ -186,6 +207,7 @@ class Request:
 
     __slots__ = (
         "arrival_time",
+        "content",
         "finish_time",
         "first_token_time",
         "max_tokens",
@@ -220,6 +242,7 @@ class Request:
         stop_token_ids: Iterable[int] = (),
         cache_salt: str = "",
         use_prefix_cache: bool = True,
+        content: BlockContent | None = None,
         payload: object = None,
     ) -> None:
         tokens = list(prompt)
@@ -254,6 +277,7 @@ class Request:
         self.stop_token_ids = frozenset(stop_token_ids)
         self.salt = hashlib.blake2b(cache_salt.encode(), digest_size=16).digest()
         self.use_prefix_cache = use_prefix_cache
+        self.content = content
         self.payload = payload
         self.status = RequestStatus.WAITING
         self.order = 0  # tie-break among equal arrival times; the scheduler numbers requests

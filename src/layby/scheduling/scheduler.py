@@ -580,15 +580,15 @@ class Scheduler:
             most=min(steps, self.config.block_size),
         )
 
-    def skip(self, steps: int, token: int) -> None:
-        """Take so many steps at once, each of which samples ``token`` for everybody.
+    def skip(self, steps: int, next_token: Callable[[Sequence], int]) -> None:
+        """Take so many steps at once.
 
         The same as as many calls of ``schedule`` and ``update`` while the clock stands still, at
         the price of one. For simulators, which know the tokens beforehand.
 
         Args:
             steps: At most ``quiet_steps()``.
-            token: One that ends no sequence.
+            next_token: What the sequence samples in each of them; nothing that ends it.
         """
         block_size = self.config.block_size
         first = self._num_steps + 1
@@ -596,7 +596,7 @@ class Scheduler:
         self._steady.forget_bookings(range(first, first + steps))
         for item in self._steady.turns():
             seq = item.sequence
-            seq.tokens.extend([token] * steps)
+            seq.tokens.extend([next_token(seq)] * steps)
             item.start += steps
             room = len(seq.block_table) * block_size - len(seq.tokens) + 1
             if room < 0:
@@ -604,6 +604,11 @@ class Scheduler:
                 room %= block_size
                 self._steady.renew(seq.request, until_step=self._num_steps + room + 1)
         self.metrics.kv_usage_max = max(self.metrics.kv_usage_max, self.memory.device.usage)
+
+    @property
+    def steady_decodes(self) -> list[ScheduledSequence]:
+        """Their shares of the next step: of those that go on decoding by themselves."""
+        return self._steady.turns()
 
     def _blocks_to_grow(self, sequences: list[Sequence], steps: int) -> int:
         """Blocks that so many more steps of decoding take."""
