@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from layby.execution.philox import philox_4x32, uniforms
-from layby.execution.sampler import Sampler, Samples, describe, top_tokens
+from layby.execution.sampler import Sampler, Samples, describe
+from layby.execution.reference_sampling import top_tokens
 from layby.sampling_params import SamplingParams
 from layby.scheduling.request import Sequence
 from tests.execution.harness import make_sequence
