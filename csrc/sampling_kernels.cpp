@@ -186,13 +186,12 @@ float of_rank(std::uint32_t rank) {
 
 float next_above(float x) { return of_rank(rank_of(x) + 1); }
 
-// The smallest logit but -inf; there must be one.
-float find_lowest(const float* logits, std::size_t count) {
-  const F16 most = broadcast(kInfinity), least = broadcast(kLowest);
+// The smallest x of those whose y is `least` or more; there must be one.
+float find_lowest(const float* x, const float* y, std::size_t count, float least) {
+  const F16 bound = broadcast(least), none = broadcast(-kInfinity), most = broadcast(kInfinity);
   F16 lowest = most;
   each_vector(count, [&](std::size_t i, auto lanes) {
-    const F16 x = load_or(logits + i, lanes, most);
-    lowest = min(lowest, if_at_least(x, least, x, most));
+    lowest = min(lowest, if_at_least(load_or(y + i, lanes, none), bound, load(x + i, lanes), most));
   });
   return -largest(broadcast(0.0f) - lowest) + 0.0f;
 }
@@ -244,7 +243,7 @@ LAYBY_INLINE Level find_level(const Tokens& tokens, float low, float high, const
       between = copy_between(tokens, of_rank(first), of_rank(last + 1), room);
       above_between = above_last;
       // Now that sums are rounded differently, even what holds for sure must be a token.
-      first = rank_of(find_lowest(between.logits, between.count));
+      first = rank_of(find_lowest(between.logits, between.logits, between.count, kLowest));
       continue;
     }
     // Logits are spread evenly rather than their bits, but halving bits comes to an end.
@@ -299,7 +298,9 @@ std::size_t draw_ranked(const TokenChoice& choice, const Scale& scale, float pea
                         const Tokens& tokens, const Room& room) {
   // Weights in place of logits: this counts the tokens that have one.
   const Share all = share_at_least({tokens.weights, tokens.weights, tokens.count}, kSmallestNormal);
-  Cut cut{find_lowest(tokens.logits, tokens.count), all.count, all.weight};
+  const float lowest =
+      find_lowest(tokens.logits, tokens.weights, tokens.count, kSmallestNormal);
+  Cut cut{lowest, all.count, all.weight};
   if (choice.top_k < all.count) {
     const Level level = find_level(tokens, cut.logit, peak, room, [&](const Share& share) {
       return share.count >= choice.top_k;
@@ -362,10 +363,11 @@ std::size_t draw_cut(const TokenChoice& choice, const Scale& scale, float peak,
     // At least that many tokens are as high as the same number of maxima.
     const Tokens maxima{scratch.maxima, scratch.maxima, groups};
     const auto enough = [&](const Share& share) { return share.count >= wanted; };
-    const float bound =
-        enough(share_at_least(maxima, kLowest))
-            ? find_level(maxima, find_lowest(maxima.logits, groups), peak, room, enough).logit
-            : kLowest;
+    float bound = kLowest;
+    if (enough(share_at_least(maxima, kLowest))) {
+      const float lowest = find_lowest(scratch.maxima, scratch.maxima, groups, kLowest);
+      bound = find_level(maxima, lowest, peak, room, enough).logit;
+    }
     std::size_t count;
     if (gather(choice, scratch, bound, &count)) {
       put_weights(scratch.short_logits, count, scale, scratch.short_weights);
