@@ -58,5 +58,6 @@ def uniforms(
     odd = np.zeros_like(even)
     odd[0] = even[0] >> _HALF
     first, second = _encrypt(even & _LOW, odd, np.array([seed & _LOW, seed >> _HALF]))
-    bits = (first[0] << np.uint64(21)) | (second[0] >> np.uint64(11))
-    return bits.astype(np.float64) * 2.0**-53
+    bits: Words = (first[0] << np.uint64(21)) | (second[0] >> np.uint64(11))
+    numbers: npt.NDArray[np.float64] = bits.astype(np.float64) * 2.0**-53
+    return numbers
