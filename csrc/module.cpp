@@ -12,6 +12,7 @@
 #include "dispatch.h"
 #include "elementwise.h"
 #include "gemm.h"
+#include "sampling.h"
 #include "thread_pool.h"
 
 namespace nb = nanobind;
@@ -210,6 +211,30 @@ void bind_elementwise(nb::module_& m) {
         array("x"), array("out"));
 }
 
+void bind_sampling(nb::module_& m) {
+  m.def("choose_tokens",
+        [](In<float, Matrix> logits, In<float, Vector> temperature, In<std::int64_t, Vector> top_k,
+           In<double, Vector> top_p, In<float, Vector> min_p, In<double, Vector> uniforms,
+           Out<std::int64_t, Vector> tokens, Out<bool, Vector> faulty) {
+          const std::size_t rows = logits.shape(0), vocab = logits.shape(1);
+          require(rows == 0 || (vocab >= 1 && vocab < std::size_t{1} << 31),
+                  "logits has " + std::to_string(vocab) + " columns, not 1 to 2^31 - 1");
+          require_size("temperature", temperature.shape(0), rows);
+          require_size("top_k", top_k.shape(0), rows);
+          require_size("top_p", top_p.shape(0), rows);
+          require_size("min_p", min_p.shape(0), rows);
+          require_size("uniforms", uniforms.shape(0), rows);
+          require_size("tokens", tokens.shape(0), rows);
+          require_size("faulty", faulty.shape(0), rows);
+          const SamplingParameters parameters{temperature.data(), top_k.data(), top_p.data(),
+                                              min_p.data(), uniforms.data()};
+          nb::gil_scoped_release release;
+          choose_tokens(logits.data(), parameters, tokens.data(), faulty.data(), rows, vocab);
+        },
+        array("logits"), array("temperature"), array("top_k"), array("top_p"), array("min_p"),
+        array("uniforms"), array("tokens"), array("faulty"));
+}
+
 }  // namespace
 }  // namespace layby
 
@@ -218,5 +243,6 @@ NB_MODULE(_kernels, m) {
   layby::bind_gemm(m);
   layby::bind_elementwise(m);
   layby::bind_attention(m);
+  layby::bind_sampling(m);
   nb::module_::import_("atexit").attr("register")(m.attr("shut_down_threads"));
 }

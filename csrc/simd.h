@@ -39,6 +39,11 @@ LAYBY_INLINE F16 load(const float* p, AllLanes = {}) { return {_mm512_loadu_ps(p
 LAYBY_INLINE F16 load(const float* p, FirstLanes n) {
   return {_mm512_maskz_loadu_ps(mask_of(n), p)};
 }
+// The lanes that are not in memory are those of `other`.
+LAYBY_INLINE F16 load_or(const float* p, AllLanes, F16) { return load(p); }
+LAYBY_INLINE F16 load_or(const float* p, FirstLanes n, F16 other) {
+  return {_mm512_mask_loadu_ps(other.v, mask_of(n), p)};
+}
 LAYBY_INLINE F16 load(const std::int32_t* p) {
   return {_mm512_cvtepi32_ps(_mm512_loadu_si512(p))};
 }
@@ -62,6 +67,17 @@ LAYBY_INLINE F16 operator/(F16 a, F16 b) { return {_mm512_div_ps(a.v, b.v)}; }
 LAYBY_INLINE F16 max(F16 a, F16 b) { return {_mm512_max_ps(a.v, b.v)}; }
 LAYBY_INLINE F16 min(F16 a, F16 b) { return {_mm512_min_ps(a.v, b.v)}; }
 LAYBY_INLINE F16 abs(F16 a) { return {_mm512_abs_ps(a.v)}; }
+// Lane by lane, x >= bound ? a : b.
+LAYBY_INLINE F16 if_at_least(F16 x, F16 bound, F16 a, F16 b) {
+  return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(x.v, bound.v, _CMP_GE_OQ), b.v, a.v)};
+}
+// Lane i as bit i: x >= bound, and whether x is NaN.
+LAYBY_INLINE unsigned lanes_at_least(F16 x, F16 bound) {
+  return _cvtmask16_u32(_mm512_cmp_ps_mask(x.v, bound.v, _CMP_GE_OQ));
+}
+LAYBY_INLINE unsigned lanes_with_nan(F16 x) {
+  return _cvtmask16_u32(_mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q));
+}
 // a * b + c, rounded once (twice on a processor without the instruction).
 LAYBY_INLINE F16 fused(F16 a, F16 b, F16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 // a * 2^n, where the low bits of `exponent` hold n and those above bit 8 are clear or shifted out.
@@ -100,6 +116,12 @@ LAYBY_INLINE F16 load(const float* p, AllLanes = {}) {
 }
 LAYBY_INLINE F16 load(const float* p, FirstLanes n) {
   return {_mm256_maskload_ps(p, mask_of(n, 0)), _mm256_maskload_ps(p + 8, mask_of(n, 8))};
+}
+LAYBY_INLINE F16 load_or(const float* p, AllLanes, F16) { return load(p); }
+LAYBY_INLINE F16 load_or(const float* p, FirstLanes n, F16 other) {
+  const F16 a = load(p, n);
+  return {_mm256_blendv_ps(other.lo, a.lo, _mm256_castsi256_ps(mask_of(n, 0))),
+          _mm256_blendv_ps(other.hi, a.hi, _mm256_castsi256_ps(mask_of(n, 8)))};
 }
 LAYBY_INLINE F16 load(const std::int32_t* p) {
   const auto* q = reinterpret_cast<const __m256i*>(p);
@@ -146,6 +168,21 @@ LAYBY_INLINE F16 min(F16 a, F16 b) {
 LAYBY_INLINE F16 abs(F16 a) {
   const __m256 sign = _mm256_set1_ps(-0.0f);
   return {_mm256_andnot_ps(sign, a.lo), _mm256_andnot_ps(sign, a.hi)};
+}
+LAYBY_INLINE F16 if_at_least(F16 x, F16 bound, F16 a, F16 b) {
+  return {_mm256_blendv_ps(b.lo, a.lo, _mm256_cmp_ps(x.lo, bound.lo, _CMP_GE_OQ)),
+          _mm256_blendv_ps(b.hi, a.hi, _mm256_cmp_ps(x.hi, bound.hi, _CMP_GE_OQ))};
+}
+LAYBY_INLINE unsigned bits_of(__m256 lo, __m256 hi) {
+  return static_cast<unsigned>(_mm256_movemask_ps(lo)) |
+         static_cast<unsigned>(_mm256_movemask_ps(hi)) << 8;
+}
+LAYBY_INLINE unsigned lanes_at_least(F16 x, F16 bound) {
+  return bits_of(_mm256_cmp_ps(x.lo, bound.lo, _CMP_GE_OQ),
+                 _mm256_cmp_ps(x.hi, bound.hi, _CMP_GE_OQ));
+}
+LAYBY_INLINE unsigned lanes_with_nan(F16 x) {
+  return bits_of(_mm256_cmp_ps(x.lo, x.lo, _CMP_UNORD_Q), _mm256_cmp_ps(x.hi, x.hi, _CMP_UNORD_Q));
 }
 LAYBY_INLINE F16 fused(F16 a, F16 b, F16 c) {
   return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
@@ -203,6 +240,12 @@ LAYBY_INLINE F16 load(const float* p, FirstLanes n) {
   for (unsigned i = 0; i < n.count; ++i) result.v[i] = p[i];
   return result;
 }
+LAYBY_INLINE F16 load_or(const float* p, AllLanes, const F16&) { return load(p); }
+LAYBY_INLINE F16 load_or(const float* p, FirstLanes n, const F16& other) {
+  F16 result = other;
+  for (unsigned i = 0; i < n.count; ++i) result.v[i] = p[i];
+  return result;
+}
 LAYBY_INLINE F16 load(const std::int32_t* p) {
   return each_lane([&](int i) { return static_cast<float>(p[i]); });
 }
@@ -249,6 +292,28 @@ LAYBY_INLINE F16 min(const F16& a, const F16& b) {
 }
 LAYBY_INLINE F16 abs(const F16& a) {
   return each_lane([&](int i) { return __builtin_fabsf(a.v[i]); });
+}
+LAYBY_INLINE F16 if_at_least(const F16& x, const F16& bound, const F16& a, const F16& b) {
+  std::uint32_t a_bits[16], b_bits[16];  // compilers make vectors of this, but not of choices
+  std::memcpy(a_bits, a.v, sizeof a_bits);
+  std::memcpy(b_bits, b.v, sizeof b_bits);
+  for (int i = 0; i < 16; ++i) {
+    const std::uint32_t chosen = x.v[i] >= bound.v[i] ? 0xffffffffu : 0;
+    a_bits[i] = (a_bits[i] & chosen) | (b_bits[i] & ~chosen);
+  }
+  F16 result;
+  std::memcpy(result.v, a_bits, sizeof a_bits);
+  return result;
+}
+LAYBY_INLINE unsigned lanes_at_least(const F16& x, const F16& bound) {
+  unsigned bits = 0;
+  for (int i = 0; i < 16; ++i) bits |= static_cast<unsigned>(x.v[i] >= bound.v[i]) << i;
+  return bits;
+}
+LAYBY_INLINE unsigned lanes_with_nan(const F16& x) {
+  unsigned bits = 0;
+  for (int i = 0; i < 16; ++i) bits |= static_cast<unsigned>(x.v[i] != x.v[i]) << i;
+  return bits;
 }
 LAYBY_INLINE F16 fused(const F16& a, const F16& b, const F16& c) {
   return each_lane([&](int i) { return a.v[i] * b.v[i] + c.v[i]; });

@@ -5,7 +5,7 @@ speaks DLPack works too, a torch tensor at 4 µs.
 """
 
 import numpy as np
-from numpy import float32, int8, uint8, uint16
+from numpy import float32, float64, int8, int64, uint8, uint16
 from numpy.typing import NDArray
 
 def cpu_features() -> list[str]: ...
@@ -64,6 +64,16 @@ def silu_mul_quant(
     gate_up: NDArray[float32], q: NDArray[int8], scale: NDArray[float32]
 ) -> None: ...
 def exp(x: NDArray[float32], out: NDArray[float32]) -> None: ...
+def choose_tokens(
+    logits: NDArray[float32],
+    temperature: NDArray[float32],
+    top_k: NDArray[int64],
+    top_p: NDArray[float64],
+    min_p: NDArray[float32],
+    uniforms: NDArray[float64],
+    tokens: NDArray[int64],
+    faulty: NDArray[np.bool_],
+) -> None: ...
 
 class KvLayout:
     """Where things lie in a pool of KV blocks; ``csrc/attention.h`` draws it."""

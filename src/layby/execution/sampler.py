@@ -19,29 +19,22 @@ sums have a fixed order, and which shortcut is taken is decided row by row.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from layby import kernels
+from layby.execution import reference_sampling
 from layby.execution.executor import PositionLogprobs, TokenLogprob
 from layby.execution.philox import uniforms
+from layby.execution.reference_sampling import GREEDY_BELOW, Draws, select_rows, top_tokens
 from layby.sampling_params import SamplingParams
 from layby.scheduling.request import Sequence
-
-GREEDY_BELOW = 1e-5
-"""Temperatures below this are greedy: dividing by them would overflow."""
-
-_CANDIDATES = 256
-"""Top-k and top-p look at this many of the likeliest tokens before they sort all of them."""
-
-_SUM_BLOCK = 256
-"""Probabilities are summed in blocks of this many, and the blocks' sums in order."""
 
 
 @dataclass(slots=True)
@@ -77,19 +70,33 @@ class Sampler:
         if not sequences:
             return Samples([])
         params = [sampling_params(sequence) for sequence in sequences]
-        failures = _take_out_faulty(logits, sequences, "its scores are not finite")
         wants = [p.logprobs for p in params]
-        rows = [row for row, count in enumerate(wants) if count is not None]
-        raw = torch.log_softmax(logits[rows], -1) if rows else None
-        self._adjust(logits, sequences, params)
-        failures |= _take_out_faulty(logits, sequences, "its parameters rule out every token")
-        tokens = _choose(logits, sequences, params)
-        result = Samples(tokens, failures=failures)
+        reported = [row for row, count in enumerate(wants) if count is not None]
+        adjusted = [
+            row for row, (s, p) in enumerate(zip(sequences, params, strict=True)) if _adjusts(s, p)
+        ]
+        # Only rows that something is done with need a look beforehand.
+        looked_at = sorted({*reported, *adjusted})
+        failed = dict.fromkeys(_take_out_faulty(logits, looked_at), _NOT_FINITE)
+        raw = torch.log_softmax(select_rows(logits, reported), -1) if reported else None
+        self._adjust(logits, adjusted, sequences, params)
+        tokens, faulty = _choose(logits, _draws(sequences, params, logits.shape[1]))
+        for row in faulty:
+            failed[row] = _NONE_LEFT if row in looked_at else _NOT_FINITE
+        for row in failed:
+            tokens[row] = 0
+        result = Samples(
+            tokens,
+            failures={
+                sequences[row].request.request_id: f"no token could be chosen: {why}"
+                for row, why in failed.items()
+            },
+        )
         if raw is not None:
             result.logprobs = [None] * len(sequences)
-            counts = [wants[row] or 0 for row in rows]
-            reports = describe(raw, [tokens[row] for row in rows], counts)
-            for row, report in zip(rows, reports, strict=True):
+            counts = [wants[row] or 0 for row in reported]
+            reports = describe(raw, [tokens[row] for row in reported], counts)
+            for row, report in zip(reported, reports, strict=True):
                 result.logprobs[row] = report
         return result
 
@@ -98,21 +105,26 @@ class Sampler:
         self._counts.pop(request_id, None)
 
     def _adjust(
-        self, logits: Tensor, sequences: Seq[Sequence], params: Seq[SamplingParams]
+        self,
+        logits: Tensor,
+        rows: list[int],
+        sequences: Seq[Sequence],
+        params: Seq[SamplingParams],
     ) -> None:
-        """Apply penalties, biases and ``min_tokens`` in place."""
+        """Apply penalties, biases and ``min_tokens`` to some rows in place."""
         seen = _Cells(logits)
         biased = _Cells(logits)
         ruled_out = _Cells(logits)
-        for row, (sequence, p) in enumerate(zip(sequences, params, strict=True)):
-            if p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty:
+        for row in rows:
+            sequence, p = sequences[row], params[row]
+            if _penalises(p):
                 ids, counts = self._count(sequence)
                 minus = counts * p.frequency_penalty + (counts > 0) * p.presence_penalty
                 seen.add(row, ids, np.full(len(ids), p.repetition_penalty), minus)
             if p.logit_bias:
                 biases = np.fromiter(p.logit_bias.values(), np.float64)
                 biased.add(row, np.fromiter(p.logit_bias, np.int64), biases)
-            if sequence.num_output_tokens < sequence.request.min_tokens:
+            if _rules_out(sequence):
                 ruled_out.add(row, np.fromiter(sequence.request.stop_token_ids, np.int64))
         seen.update(lambda x, penalty, minus: torch.where(x > 0, x / penalty, x * penalty) - minus)
         biased.update(lambda x, bias: x + bias)
@@ -141,6 +153,41 @@ def sampling_params(sequence: Sequence) -> SamplingParams:
 
 
 _GREEDY = SamplingParams(temperature=0.0, max_tokens=None)
+
+_NOT_FINITE = "its scores are not finite"
+_NONE_LEFT = "its parameters rule out every token"
+
+
+def _penalises(p: SamplingParams) -> bool:
+    return bool(p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty)
+
+
+def _rules_out(sequence: Sequence) -> bool:
+    return sequence.num_output_tokens < sequence.request.min_tokens
+
+
+def _adjusts(sequence: Sequence, p: SamplingParams) -> bool:
+    """Whether a sequence's parameters change its logits."""
+    return _penalises(p) or bool(p.logit_bias) or _rules_out(sequence)
+
+
+def _draws(sequences: Seq[Sequence], params: Seq[SamplingParams], vocab: int) -> Draws:
+    temperature = np.array([p.temperature for p in params], np.float32)
+    if (temperature < GREEDY_BELOW).all():
+        numbers = np.zeros(len(params))
+    else:
+        numbers = uniforms(
+            [p.seed or 0 for p in params],
+            [sequence.index for sequence in sequences],
+            [len(sequence.tokens) for sequence in sequences],
+        )
+    return Draws(
+        temperature,
+        np.array([min(p.top_k, vocab) for p in params], np.int64),
+        np.array([p.top_p for p in params], np.float64),
+        np.array([p.min_p for p in params], np.float32),
+        numbers,
+    )
 
 
 class _TokenCounts:
@@ -201,164 +248,36 @@ class _Cells:
         flat[cells] = change(flat[cells], *values)
 
 
-def _take_out_faulty(logits: Tensor, sequences: Seq[Sequence], why: str) -> dict[str, str]:
-    """Find the requests with a row that no token can be chosen from, and make such rows zero.
+def _take_out_faulty(logits: Tensor, rows: list[int]) -> list[int]:
+    """Find those of the rows that no token can be chosen from, and make them zero.
 
     The maximum of a row is finite unless a logit is NaN or +inf, or all are -inf.
     """
-    fine = torch.isfinite(logits.amax(-1)).tolist()
-    bad = [row for row, row_fine in enumerate(fine) if not row_fine]
-    if bad:
-        logits[bad] = 0.0
-    return {sequences[row].request.request_id: f"no token could be chosen: {why}" for row in bad}
+    if not rows:
+        return []
+    fine = torch.isfinite(select_rows(logits, rows).amax(-1)).tolist()
+    faulty = [row for row, row_fine in zip(rows, fine, strict=True) if not row_fine]
+    if faulty:
+        logits[faulty] = 0.0
+    return faulty
 
 
-def _choose(logits: Tensor, sequences: Seq[Sequence], params: Seq[SamplingParams]) -> list[int]:
-    """One token per row of adjusted logits ``[R, vocab]``."""
-    vocab = logits.shape[1]
-    greedy, whole, cut = [], [], []
-    for row, p in enumerate(params):
-        if p.temperature < GREEDY_BELOW:
-            greedy.append(row)
-        elif p.top_p < 1 or 0 < p.top_k < vocab:
-            cut.append(row)
-        else:
-            whole.append(row)
-    tokens = torch.zeros(len(params), dtype=torch.int64, device=logits.device)
-    if greedy:
-        tokens[greedy] = _rows(logits, greedy).argmax(-1)
-    if whole or cut:
-        numbers = uniforms(
-            [p.seed or 0 for p in params],
-            [sequence.index for sequence in sequences],
-            [len(sequence.tokens) for sequence in sequences],
-        )
-        for rows, draw in ((whole, _draw), (cut, _draw_cut)):
-            if rows:
-                tokens[rows] = draw(
-                    _rows(logits, rows), [params[row] for row in rows], numbers[rows]
-                )
-    return [int(token) for token in tokens.tolist()]
-
-
-def _rows(logits: Tensor, rows: list[int]) -> Tensor:
-    return logits if len(rows) == len(logits) else logits[rows]
-
-
-def _weights(logits: Tensor, params: Seq[SamplingParams]) -> Tensor:
-    """Unnormalised probabilities after temperature and min-p: ``[R, vocab]``, the largest is 1.
-
-    They are padded with zeros to whole blocks of ``_SUM_BLOCK``.
-    """
-    temperature = _column([p.temperature for p in params], logits)
-    scaled = (logits - logits.amax(-1, keepdim=True)).div_(temperature).exp_()
-    if any(p.min_p > 0 for p in params):
-        scaled.masked_fill_(scaled < _column([p.min_p for p in params], logits), 0.0)
-    return F.pad(scaled, (0, -scaled.shape[1] % _SUM_BLOCK))
-
-
-def _column(values: Iterable[float], like: Tensor) -> Tensor:
-    return torch.tensor(list(values), dtype=torch.float32, device=like.device).unsqueeze(1)
-
-
-def _cumulative(weights: Tensor) -> Tensor:
-    """Running sums of each block of weights ``[R, n]``: ``[R, blocks]`` float64.
-
-    In two levels, because it is faster, and because torch would split the sum of one single row
-    over its threads and so round it differently from the same row among others.
-    """
-    return weights.view(len(weights), -1, _SUM_BLOCK).sum(-1).double().cumsum(-1)
-
-
-def _draw(logits: Tensor, params: Seq[SamplingParams], numbers: npt.NDArray[np.float64]) -> Tensor:
-    """Invert the cumulative distribution over all tokens, in order of token id: ``[R]``."""
-    weights = _weights(logits, params)
-    sums = _cumulative(weights)
-    target = torch.from_numpy(numbers).to(logits.device).unsqueeze(1) * sums[:, -1:]
-    block = torch.searchsorted(sums, target, right=True).clamp_(max=sums.shape[1] - 1)
-    before = torch.where(block > 0, sums.gather(1, (block - 1).clamp_(min=0)), 0.0)
-    blocks = weights.view(len(weights), -1, _SUM_BLOCK)
-    inside = blocks.gather(1, block.unsqueeze(2).expand(-1, 1, _SUM_BLOCK)).squeeze(1)
-    return (block * _SUM_BLOCK + _invert(inside, target - before)).squeeze(1)
-
-
-def _invert(weights: Tensor, target: Tensor) -> Tensor:
-    """First place where the running sum of ``weights [R, n]`` exceeds ``target [R, 1]``.
-
-    Never a place of weight zero, even if the target, for rounding, is the sum of all.
-    """
-    sums = weights.double().cumsum(-1)
-    last = torch.searchsorted(sums, sums[:, -1:].contiguous())
-    return torch.searchsorted(sums, target, right=True).minimum(last)
-
-
-def _draw_cut(
-    logits: Tensor, params: Seq[SamplingParams], numbers: npt.NDArray[np.float64]
-) -> Tensor:
-    """Draw from what top-k and top-p leave, in order of rank: ``[R]``.
-
-    Few tokens hold most of the mass as a rule, so only ``_CANDIDATES`` of them are ranked. A row
-    whose cut lies beyond those is looked at again, 16 times as wide each time.
-    """
-    vocab = logits.shape[1]
-    weights = _weights(logits, params)
-    total = _cumulative(weights)[:, -1:]
-    number = torch.from_numpy(numbers).to(logits.device).unsqueeze(1)
-    top_k = torch.tensor([p.top_k if 0 < p.top_k < vocab else vocab for p in params])
-    top_k = top_k.to(logits.device).unsqueeze(1)
-    top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64)
-    top_p = top_p.to(logits.device).unsqueeze(1)
-    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    rows = torch.arange(len(logits), device=logits.device)
-    width = min(_CANDIDATES, vocab)
-    while len(rows):
-        _, ids = top_tokens(logits[rows], width)
-        ranked = weights[rows].gather(1, ids)
-        ranks = torch.arange(width, device=logits.device)
-        ranked.masked_fill_(ranks >= top_k[rows], 0.0)
-        sums = ranked.double().cumsum(-1)
-        # After top-k, top-p counts against what top-k left.
-        mass = torch.where(top_k[rows] < vocab, sums[:, -1:], total[rows])
-        reached = (top_k[rows] == vocab) & (sums[:, -1:] >= top_p[rows] * mass)
-        settled = (reached | (top_k[rows] <= width)).squeeze(1)
-        # A token stays if those before it fall short of top_p; so the first always does.
-        ranked.masked_fill_(sums - ranked >= top_p[rows] * mass, 0.0)
-        target = number[rows] * ranked.double().cumsum(-1)[:, -1:]
-        chosen = ids.gather(1, _invert(ranked, target)).squeeze(1)
-        tokens[rows[settled]] = chosen[settled]
-        rows, width = rows[~settled], min(16 * width, vocab)
-    return tokens
-
-
-def top_tokens(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The ``count`` largest of each row ``[R, n]``, descending, equal ones by ascending index.
-
-    Returns:
-        Values and indices, ``[R, count]`` both.
-    """
-    if count >= values.shape[1]:
-        best, ids = values.sort(dim=-1, descending=True, stable=True)
-        return best, ids
-    best, ids = values.topk(count)  # the order of equals, and which of them get in, is undefined
-    ids, order = ids.sort(-1)
-    best, order = best.gather(1, order).sort(dim=-1, descending=True, stable=True)
-    ids = ids.gather(1, order)
-    edge = best[:, -1:]
-    crowded = (values == edge).sum(-1) > (best == edge).sum(-1)
-    if crowded.any():
-        ids[crowded] = _lowest_ids(values[crowded], edge[crowded], count)
-        best = values.gather(1, ids)
-    return best, ids
-
-
-def _lowest_ids(values: Tensor, edge: Tensor, count: int) -> Tensor:
-    """Indices as ``top_tokens`` gives them, where more values equal the last one than get in."""
-    above, level = values > edge, values == edge
-    room = count - above.sum(-1, keepdim=True)
-    chosen = above | (level & (level.cumsum(-1) <= room))
-    ids = chosen.nonzero()[:, 1].view(len(values), count)
-    order = values.gather(1, ids).sort(dim=-1, descending=True, stable=True).indices
-    return ids.gather(1, order)
+def _choose(logits: Tensor, draws: Draws) -> tuple[list[int], list[int]]:
+    """``reference_sampling.choose``, by the compiled kernel where there is one for these logits."""
+    if logits.device.type != "cpu" or logits.dtype != torch.float32 or not kernels.available():
+        return reference_sampling.choose(logits, draws)
+    tokens, faulty = np.empty(len(logits), np.int64), np.empty(len(logits), np.bool_)
+    kernels.choose_tokens(
+        logits.contiguous().numpy(),
+        draws.temperature,
+        draws.top_k,
+        draws.top_p,
+        draws.min_p,
+        draws.numbers,
+        tokens,
+        faulty,
+    )
+    return tokens.tolist(), faulty.nonzero()[0].tolist()
 
 
 @torch.inference_mode()

@@ -5,8 +5,8 @@ takes part as ``tensor.numpy()``, which shares its memory. An array of another s
 refused with a ``ValueError`` or ``TypeError``.
 
 Every kernel is row-exact: a row's result has the same bits whatever other rows share the call and
-however many threads work on it. Those on int8 weights, the norms and the activations give the same
-bits on every instruction set too.
+however many threads work on it. Those on int8 weights, the norms, the activations and the choice of
+tokens give the same bits on every instruction set too.
 
 ``M`` is the number of rows (tokens), ``K`` the numbers in each, ``N`` the output channels.
 """
@@ -38,6 +38,7 @@ __all__ = [
     "add_rms_norm_quant",
     "available",
     "available_isas",
+    "choose_tokens",
     "features",
     "isa",
     "num_threads",
@@ -50,6 +51,8 @@ __all__ = [
 ]
 
 F32 = NDArray[np.float32]
+F64 = NDArray[np.float64]
+I64 = NDArray[np.int64]
 I8 = NDArray[np.int8]
 
 _log = logging.getLogger(__name__)
@@ -202,3 +205,31 @@ def silu_mul_quant(gate_up: F32, q: I8, scale: F32) -> None:
     Overwrites ``gate_up``.
     """
     _kernels.silu_mul_quant(gate_up, q, scale)
+
+
+def choose_tokens(
+    logits: F32,
+    temperature: F32,
+    top_k: I64,
+    top_p: F64,
+    min_p: F32,
+    uniforms: F64,
+    tokens: I64,
+    faulty: NDArray[np.bool_],
+) -> None:
+    """Choose one of ``tokens [R]`` for each row of ``logits [R, vocab]``.
+
+    Temperature, then min-p, then top-k, then top-p on what top-k left. What is left is drawn from
+    by inverting its cumulative distribution: in order of token id if neither top-k nor top-p is in
+    force, else in order of rank. Equal logits rank by id.
+
+    Args:
+        temperature: ``[R]``; below 1e-5 the first of the likeliest tokens is taken.
+        top_k: ``[R]``; off if 0, less, or at least the vocabulary.
+        top_p: ``[R]``; off if 1 or more. One token is always left.
+        min_p: ``[R]`` shares of the largest probability; off if 0 or less.
+        uniforms: ``[R]`` in [0, 1): what the cumulative distribution is inverted at.
+        tokens: Filled in; 0 in a faulty row.
+        faulty: ``[R]``, filled in: whether a row holds a NaN or +inf, or nothing but -inf.
+    """
+    _kernels.choose_tokens(logits, temperature, top_k, top_p, min_p, uniforms, tokens, faulty)
