@@ -213,7 +213,7 @@ def mix(x: F32) -> F32:
     signs = np.ones((1, 1), np.float32)
     while len(signs) < _STRIPS:
         signs = np.block([[signs, signs], [signs, -signs]])
-    mixed: F32 = (signs / _STRIPS**0.5) @ x.reshape(rows, _STRIPS, -1)
+    mixed: F32 = (signs / _STRIPS**0.5) @ x.reshape(rows, _STRIPS, width // _STRIPS)
     return mixed.reshape(rows, width)
 
 

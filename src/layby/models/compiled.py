@@ -122,7 +122,7 @@ def pack_model(config: ModelConfig, weights: Mapping[str, Tensor], precision: st
         )
     embedding = reader.take("model.embed_tokens.weight", config.vocab_size, hidden)
     head = embedding
-    if "lm_head.weight" in weights:  # also if it was tied once, see layby.models.smoothing
+    if "lm_head.weight" in weights:  # also if it was tied once, see layby.models.rotation
         head = reader.take("lm_head.weight", config.vocab_size, hidden)
     final_norm = vector("model.norm.weight", hidden)
     reader.check_nothing_is_left()

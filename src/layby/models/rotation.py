@@ -70,7 +70,9 @@ def _turn(x: Tensor, signs: Tensor) -> Tensor:
     """Rows of ``x`` in the new basis: the Hartley transform of ``x * signs``.
 
     It is orthonormal for any size and spreads each channel evenly: its numbers are
-    ``(cos(a) + sin(a)) / sqrt(n)``. The signs keep channels that resemble each other from adding up.
+    ``(cos(a) + sin(a)) / sqrt(n)``. The signs keep channels that resemble each other from adding
+    up.
     """
     spectrum = torch.fft.fft(x * signs, norm="ortho")
-    return spectrum.real - spectrum.imag
+    turned: Tensor = spectrum.real - spectrum.imag
+    return turned

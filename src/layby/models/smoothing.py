@@ -13,7 +13,6 @@ everywhere.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from layby.models.config import ModelConfig
