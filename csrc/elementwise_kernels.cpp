@@ -74,6 +74,30 @@ void add_rms_norm(float* residual, const float* delta, const float* weight, floa
   }
 }
 
+// Mixes a row, see elementwise.h, but for a factor of sqrt(kStrips), which it returns.
+float mix(float* row, std::size_t width) {
+  if (width % kStrips != 0) return 1.0f;
+  const std::size_t strip = width / kStrips;
+  each_vector(strip, [&](std::size_t i, auto lanes) {
+    F16 v[kStrips];
+#pragma GCC unroll 16
+    for (std::size_t s = 0; s < kStrips; ++s) v[s] = load(row + s * strip + i, lanes);
+#pragma GCC unroll 4
+    for (std::size_t step = 1; step < kStrips; step *= 2) {
+#pragma GCC unroll 16
+      for (std::size_t s = 0; s < kStrips; ++s) {
+        if ((s & step) != 0) continue;
+        const F16 a = v[s], b = v[s + step];
+        v[s] = a + b;
+        v[s + step] = a - b;
+      }
+    }
+#pragma GCC unroll 16
+    for (std::size_t s = 0; s < kStrips; ++s) store(row + s * strip + i, v[s], lanes);
+  });
+  return 4.0f;
+}
+
 void silu_mul(float* gate_up, float* out, std::int8_t* q, float* scale, std::size_t width,
               std::size_t begin, std::size_t end) {
   for (std::size_t row = begin; row < end; ++row) {
@@ -86,7 +110,11 @@ void silu_mul(float* gate_up, float* out, std::int8_t* q, float* scale, std::siz
       const F16 e = exp(broadcast(0.0f) - g);
       store(y + i, g / (e + broadcast(1.0f)) * load(up + i, lanes), lanes);
     });
-    if (out == nullptr) quantise_rows(gate, q + row * width, scale + row, width, 0, 1);
+    if (out == nullptr) {
+      const float excess = mix(gate, width);
+      quantise_rows(gate, q + row * width, scale + row, width, 0, 1);
+      scale[row] /= excess;
+    }
   }
 }
 

@@ -108,9 +108,26 @@ def test_silu_mul(rows: int, width: int) -> None:
 
     q, scale = np.empty((rows, width), np.int8), np.empty(rows, np.float32)
     kernels.silu_mul_quant(gate_up.copy(), q, scale)
-    expected_q, expected_scale = quantised(out)
-    np.testing.assert_array_equal(q, expected_q)
-    np.testing.assert_array_equal(scale, expected_scale)
+    mixed = kernels.mix(out).astype(np.float64)
+    np.testing.assert_allclose(scale, np.abs(mixed).max(axis=1, initial=0) / 127, rtol=1e-5)
+    assert np.all(np.abs(q * scale[:, None].astype(np.float64) - mixed) <= 0.5001 * scale[:, None])
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_mixing_is_undone_by_mixing_and_keeps_products(width: int) -> None:
+    x, weight = random_f32(3, width), random_f32(5, width)
+    np.testing.assert_allclose(kernels.mix(kernels.mix(x)), x, atol=1e-5)
+    found = kernels.mix(x).astype(np.float64) @ kernels.mix(weight).T
+    np.testing.assert_allclose(found, x.astype(np.float64) @ weight.T, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("width", [16, 48, 1536])
+def test_mixing_spreads_an_outlier_over_sixteen_channels(width: int) -> None:
+    x = np.zeros((1, width), np.float32)
+    x[0, 5] = 4.0
+    mixed = np.abs(kernels.mix(x))
+    assert np.count_nonzero(mixed == 1.0) == 16
+    assert np.count_nonzero(mixed) == 16
 
 
 def test_silu_of_far_away_numbers_is_zero_or_the_number() -> None:
@@ -152,7 +169,7 @@ def all_kernels(first: int, last: int, width: int) -> list[np.ndarray]:
     return results
 
 
-@pytest.mark.parametrize("width", [5, 31, 576])
+@pytest.mark.parametrize("width", [5, 31, 112, 576])
 def test_bits_depend_on_the_row_alone(width: int, threads: None) -> None:
     """Not on the other rows, on the threads, or on the instruction set."""
     in_use = kernels.isa()

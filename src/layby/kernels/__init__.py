@@ -41,6 +41,7 @@ __all__ = [
     "choose_tokens",
     "features",
     "isa",
+    "mix",
     "num_threads",
     "quantise_rows",
     "rope_write",
@@ -56,6 +57,9 @@ I64 = NDArray[np.int64]
 I8 = NDArray[np.int8]
 
 _log = logging.getLogger(__name__)
+
+_STRIPS = 16
+"""As ``kStrips`` in ``csrc/elementwise.h``."""
 
 
 @cache
@@ -199,8 +203,25 @@ def silu_mul(gate_up: F32, out: F32) -> None:
     _kernels.silu_mul(gate_up, out)
 
 
+def mix(x: F32) -> F32:
+    """``x [M, K]`` turned so that a channel far larger than the others is spread over 16.
+
+    It is what ``silu_mul_quant`` does before it rounds, so that the small channels keep their
+    precision. The turn is orthonormal and its own inverse: ``mix(x) @ mix(w).T`` is ``x @ w.T``.
+    Rows whose K is no multiple of 16 stay as they are.
+    """
+    rows, width = x.shape
+    if width % _STRIPS:
+        return x
+    signs = np.ones((1, 1), np.float32)
+    while len(signs) < _STRIPS:
+        signs = np.block([[signs, signs], [signs, -signs]])
+    mixed: F32 = (signs / _STRIPS**0.5) @ x.reshape(rows, _STRIPS, width // _STRIPS)
+    return mixed.reshape(rows, width)
+
+
 def silu_mul_quant(gate_up: F32, q: I8, scale: F32) -> None:
-    """``silu_mul`` with its result rounded to ``q [M, K]`` times ``scale [M]``.
+    """``mix`` of what ``silu_mul`` gives, rounded to ``q [M, K]`` times ``scale [M]``.
 
     Overwrites ``gate_up``.
     """

@@ -78,10 +78,15 @@ def pack_model(config: ModelConfig, weights: Mapping[str, Tensor], precision: st
     queries = config.num_heads * config.head_dim
     keys = config.num_kv_heads * config.head_dim
 
-    def project(prefix: str, outs: dict[str, int], size_in: int, bias: bool) -> Projection:
+    def project(
+        prefix: str, outs: dict[str, int], size_in: int, bias: bool, *, mixed: bool = False
+    ) -> Projection:
         linear = reader.linear(prefix, outs, size_in, bias=bias)
         added = None if linear.bias is None else linear.bias.numpy()
-        return Projection(_pack(linear.weight, precision), added, sum(outs.values()))
+        weight = linear.weight
+        if mixed and precision == "int8":
+            weight = torch.from_numpy(kernels.mix(weight.numpy()))
+        return Projection(_pack(weight, precision), added, sum(outs.values()))
 
     def vector(name: str, size: int) -> F32:
         values: F32 = reader.take(name, size).contiguous().numpy()
@@ -111,12 +116,13 @@ def pack_model(config: ModelConfig, weights: Mapping[str, Tensor], precision: st
                 gate_up=project(
                     mlp, {"gate_proj": inner, "up_proj": inner}, hidden, config.mlp_bias
                 ),
-                down=project(mlp, {"down_proj": hidden}, inner, config.mlp_bias),
+                # Its inputs come mixed from silu_mul_quant.
+                down=project(mlp, {"down_proj": hidden}, inner, config.mlp_bias, mixed=True),
             )
         )
     embedding = reader.take("model.embed_tokens.weight", config.vocab_size, hidden)
     head = embedding
-    if "lm_head.weight" in weights:  # also if it was tied once, see layby.models.smoothing
+    if "lm_head.weight" in weights:  # also if it was tied once, see layby.models.rotation
         head = reader.take("lm_head.weight", config.vocab_size, hidden)
     final_norm = vector("model.norm.weight", hidden)
     reader.check_nothing_is_left()

@@ -91,7 +91,7 @@ def _why_not_compiled(
 
 
 def _compiled(model: LoadedModel, dtype: str, kv_dtype: str) -> Network:
-    from layby.models import packed_file, smoothing
+    from layby.models import packed_file, rotation, smoothing
     from layby.models.compiled import CompiledTransformer, pack_model
 
     packed = None
@@ -102,6 +102,7 @@ def _compiled(model: LoadedModel, dtype: str, kv_dtype: str) -> Network:
         if dtype == "int8":
             tokens = model.tokenizer.encode(smoothing.TEXT)
             weights = smoothing.smooth(model.config, weights, tokens)
+            weights = rotation.rotate(model.config, weights)
         packed = pack_model(model.config, weights, dtype)
         if dtype == "int8":
             packed_file.save(packed, model.fingerprint)

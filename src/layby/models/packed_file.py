@@ -26,8 +26,8 @@ Array = NDArray[Any]
 
 _log = logging.getLogger(__name__)
 
-_FORMAT = "2"
-"""Changes when the layout of packed weights does."""
+_FORMAT = "3"
+"""Changes when the packed weights of a model do: their layout, or what is done before packing."""
 
 
 def packed_path(fingerprint: str) -> Path:

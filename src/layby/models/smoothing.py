@@ -1,10 +1,11 @@
-"""Making activations easy to quantise: outlier channels are scaled down where they arise.
+"""Making the inputs of the down projections easy to quantise: outlier channels are scaled down.
 
 A few channels of a transformer's activations are far larger than the rest; a single int8 scale per
 token then leaves little precision for the others. Dividing a channel by a factor where it is made
-(in the norm before a projection, or in the rows of the up projection) and multiplying the matching
-column of the projection by it changes nothing in exact arithmetic, and moves part of the difficulty
-into the weights, which have a scale per output channel (SmoothQuant, Xiao et al. 2023).
+(in the rows of the up projection) and multiplying the matching column of the down projection by it
+changes nothing in exact arithmetic, and moves part of the difficulty into the weights, which have a
+scale per output channel (SmoothQuant, Xiao et al. 2023). Elsewhere a rotation does better, see
+:mod:`layby.models.rotation`.
 
 The factors come from one pass over a fixed text, so that the same model gives the same int8 weights
 everywhere.
@@ -12,7 +13,6 @@ everywhere.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from layby.models.config import ModelConfig
@@ -51,15 +51,16 @@ from every direction, while at sunset the long way through the air leaves mostly
 
 
 class _Recorder(TorchOps):
-    """Notes the largest magnitude of each input channel of every product, in order of the calls."""
+    """Notes the largest magnitude of each channel between up and down, layer by layer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.largest: list[Tensor] = []
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        self.largest.append(x.abs().amax(0))
-        return super().linear(x, weight, bias)
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        result = super().silu_mul(gate_up)
+        self.largest.append(result.abs().amax(0))
+        return result
 
 
 def smooth(config: ModelConfig, weights: dict[str, Tensor], tokens: list[int]) -> dict[str, Tensor]:
@@ -70,52 +71,19 @@ def smooth(config: ModelConfig, weights: dict[str, Tensor], tokens: list[int]) -
         tokens: Of ``TEXT``, at least one.
 
     Returns:
-        A new mapping; ``lm_head.weight`` is in it even if the model ties it to the embedding,
-        because it no longer equals it.
+        A new mapping.
     """
     recorder = _Recorder()
-    model = Transformer(config, weights, ops=recorder)
-    model.run_dense(tokens)
+    Transformer(config, weights, ops=recorder).run_dense(tokens)
     weights = dict(weights)
-    weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
-    inputs = iter(recorder.largest)
-    for index in range(config.num_layers):
-        prefix = f"model.layers.{index}"
-        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-        _move(
-            weights,
-            next(inputs),
-            [f"{prefix}.input_layernorm.weight"],
-            [f"{attention}.{name}_proj.weight" for name in "qkv"],
-        )
-        next(inputs)  # the output projection's inputs are averages of values: no outliers there
-        _move(
-            weights,
-            next(inputs),
-            [f"{prefix}.post_attention_layernorm.weight"],
-            [f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"],
-        )
-        made_by = [f"{mlp}.up_proj.weight"]
+    for index, largest in enumerate(recorder.largest):
+        mlp = f"model.layers.{index}.mlp"
+        down = weights[f"{mlp}.down_proj.weight"]
+        column = down.abs().amax(0)
+        factor = largest.clamp_min(1e-5) ** STRENGTH / column.clamp_min(1e-5) ** (1 - STRENGTH)
+        factor = (factor / factor.log().mean().exp()).clamp(1e-2, 1e2)
+        weights[f"{mlp}.down_proj.weight"] = down * factor
+        weights[f"{mlp}.up_proj.weight"] = weights[f"{mlp}.up_proj.weight"] / factor.unsqueeze(1)
         if config.mlp_bias:
-            made_by.append(f"{mlp}.up_proj.bias")
-        _move(weights, next(inputs), made_by, [f"{mlp}.down_proj.weight"])
-    _move(weights, next(inputs), ["model.norm.weight"], ["lm_head.weight"])
+            weights[f"{mlp}.up_proj.bias"] = weights[f"{mlp}.up_proj.bias"] / factor
     return weights
-
-
-def _move(
-    weights: dict[str, Tensor], largest: Tensor, made_by: list[str], taken_by: list[str]
-) -> None:
-    """Divide channels by factors where they are made, multiply where they are taken.
-
-    ``made_by`` are vectors, or matrices whose rows are the channels; ``taken_by`` are matrices
-    whose columns are.
-    """
-    column = torch.stack([weights[name].abs().amax(0) for name in taken_by]).amax(0)
-    factor = largest.clamp_min(1e-5) ** STRENGTH / column.clamp_min(1e-5) ** (1 - STRENGTH)
-    factor = (factor / factor.log().mean().exp()).clamp(1e-2, 1e2)
-    for name in made_by:
-        values = weights[name]
-        weights[name] = values / (factor if values.dim() == 1 else factor.unsqueeze(1))
-    for name in taken_by:
-        weights[name] = weights[name] * factor
