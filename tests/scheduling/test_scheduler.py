@@ -574,3 +574,15 @@ def test_a_sample_that_ends_while_it_computes_the_common_prefix_hands_it_over() 
     assert group.prefix_owner is not owner
     harness.run()
     assert [seq.num_output_tokens for seq in group.sequences if seq is not owner] == [3]
+
+
+def test_a_prefill_leaves_a_more_urgent_class_all_the_tokens_it_can_use() -> None:
+    harness = Harness(num_blocks=100, max_num_batched_tokens=64)
+    harness.add(200, 4, priority=1)
+    harness.step()
+    urgent = harness.add(48, 4)
+    plan = harness.step()
+    [batch_item, urgent_item] = plan.scheduled
+    assert plan.admitted == [urgent]
+    assert (urgent_item.num_tokens, batch_item.num_tokens) == (48, 64 - 48)
+    assert urgent_item.samplers

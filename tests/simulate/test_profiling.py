@@ -6,6 +6,8 @@ The executor here takes the time that a known cost model says, on a clock of its
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Sequence
 
@@ -287,6 +289,25 @@ def test_a_step_that_fails_ends_the_profiling_with_its_reason() -> None:
     executor.fails = True
     with pytest.raises(EngineUnavailableError, match="out of luck"):
         profiler(executor).run(SMALL_GRID)
+
+
+def test_the_engine_is_built_before_torch_is_there() -> None:
+    """Whether torch's threads spin is settled when it is imported; spinning, they made small steps
+    look twice as long as they are in serving."""
+    program = """
+import sys
+import layby.engine.build
+from layby.engine.config import EngineConfig
+from layby.simulate.profiling import profile_model
+
+def build_engine(config):
+    sys.exit("torch was first" if "torch" in sys.modules else 0)
+
+layby.engine.build.build_engine = build_engine
+profile_model(EngineConfig())
+"""
+    ended = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True)
+    assert (ended.returncode, ended.stderr) == (0, b"")
 
 
 def test_every_case_of_the_grid_is_there_once() -> None:

@@ -12,12 +12,17 @@ from typer.main import get_command
 
 import layby
 from layby.cli.bench import bench
+from layby.cli.capacity import capacity
 from layby.cli.chat import chat
 from layby.cli.flags import in_own_words
 from layby.cli.generate import generate
 from layby.cli.model import model
+from layby.cli.profile import profile
+from layby.cli.replay import replay
 from layby.cli.serve import serve
+from layby.cli.simulate import simulate
 from layby.cli.terminal import help_if_alone
+from layby.cli.tune import tune
 from layby.errors import LaybyError
 
 EXIT_ERROR = 1
@@ -53,7 +58,7 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["--help", "-h"]},
 )
-for command in (serve, generate, chat):
+for command in (serve, generate, chat, simulate, profile, tune, capacity, replay):
     app.command()(command)
 app.add_typer(bench, name="bench")
 app.add_typer(model, name="model")

@@ -8,6 +8,7 @@ import os
 from layby.engine.config import GIB, EngineConfig
 from layby.engine.engine import Engine
 from layby.engine.memory import available_host_bytes
+from layby.engine.recorder import RecordedScheduler, Recorder, RecordingFile, check_recordable
 from layby.errors import counted
 from layby.scheduling import Scheduler
 
@@ -25,6 +26,8 @@ def build_engine(config: EngineConfig, *, allow_download: bool = True) -> Engine
         ConfigError: The settings do not fit the machine or the model.
         ModelError: The model cannot be found, read or run.
     """
+    if config.record is not None:
+        check_recordable(config.record)
     # Read when torch is first imported. By default its threads spin between operations; on a
     # machine with other work that makes a step several times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -76,8 +79,19 @@ def build_engine(config: EngineConfig, *, allow_download: bool = True) -> Engine
         resolved.num_swap_blocks * block_bytes / GIB,
         counted(max_model_len, "token"),
     )
+    recorder: Recorder | None = None
+    if config.record is None:
+        scheduler = Scheduler(resolved)
+    else:
+        recorder = Recorder(
+            RecordingFile(config.record),
+            model_name=model.name,
+            max_bytes=config.record_max_mib * 2**20,
+        )
+        scheduler = RecordedScheduler(resolved, recorder)
+        logger.info("recording to %s", config.record)
     return Engine(
-        Scheduler(resolved),
+        scheduler,
         executor,
         model.tokenizer,
         model.chat_template if model.chat_template.available else None,
@@ -87,4 +101,5 @@ def build_engine(config: EngineConfig, *, allow_download: bool = True) -> Engine
         seed=config.seed,
         device=str(device),
         dtype=dtype,
+        recorder=recorder,
     )

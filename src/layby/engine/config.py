@@ -8,6 +8,7 @@ import os
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from layby.engine.recorder import KEPT_FILES
 from layby.errors import ConfigError, counted, shown
 from layby.scheduling.config import PREEMPTION_MODES, SchedulerConfig
 from layby.scheduling.policy import POLICIES
@@ -120,6 +121,17 @@ class EngineConfig:
     num_threads: int | None = _option(
         None, "CPU threads of the model. Default: what torch chooses.", unit="threads"
     )
+    record: str | None = _option(
+        None,
+        "Record arrivals and scheduling decisions in this file, without texts and token ids, for "
+        "layby replay and layby simulate.",
+    )
+    record_max_mib: int = _option(
+        64,
+        "Size at which a recording goes on in a new file, as soon as the engine is idle; "
+        f"{KEPT_FILES} older ones are kept, as FILE.1 and so on.",
+        unit="MiB",
+    )
 
     def __post_init__(self) -> None:
         for option in fields(self):
@@ -140,6 +152,10 @@ class EngineConfig:
             raise ConfigError(f"swap_gib must be at least 0, got {self.swap_gib:g}")
         if self.num_threads is not None and self.num_threads < 1:
             raise ConfigError(f"num_threads must be at least 1, got {self.num_threads}")
+        if self.record is not None and not str(self.record):
+            raise ConfigError("record must name a file, got ''")
+        if self.record_max_mib < 1:
+            raise ConfigError(f"record_max_mib must be at least 1, got {self.record_max_mib}")
         # The scheduler's own checks, now rather than after the model is loaded.
         self._scheduler_config(
             1 if self.num_blocks is None else self.num_blocks,

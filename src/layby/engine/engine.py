@@ -13,10 +13,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from prometheus_client import Gauge
+
 from layby.engine.detokenizer import Detokenizer, StopStrings
 from layby.engine.interfaces import ChatTemplate, Tokenizer
 from layby.engine.metrics import BusyLog, EngineMetrics, EngineStats
 from layby.engine.outputs import CompletionDelta, RequestDelta
+from layby.engine.recorder import Recorder
 from layby.errors import (
     EngineDeadError,
     EngineUnavailableError,
@@ -92,6 +95,7 @@ class Engine:
         seed: Base of the seeds of requests that bring none; None takes them from the system.
         device, dtype: What the executor computes on and in, for reports; None: not known.
         clock: Seconds, monotonic.
+        recorder: What the scheduler is recorded by, to be closed with the engine; None: it is not.
 
     Attributes:
         defers_text: Leave tokens to be made text by whoever reads the deltas (in a thread of his
@@ -113,6 +117,7 @@ class Engine:
         device: str | None = None,
         dtype: str | None = None,
         clock: Callable[[], float] = time.monotonic,
+        recorder: Recorder | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
@@ -123,6 +128,7 @@ class Engine:
         self.max_model_len = max_model_len
         self.device = device
         self.dtype = dtype
+        self.recorder = recorder
         self.error: EngineDeadError | None = None
         self.defers_text = False
         self._clock = clock
@@ -138,6 +144,12 @@ class Engine:
         self._metrics = EngineMetrics(model_name, self.stats)
         self._busy_log = BusyLog(clock())
         scheduler.metrics.on_swapped = self._metrics.observe_swapped
+        if recorder is not None:
+            Gauge(
+                "layby_recording",
+                "1 while a recording is written, 0 once an error has ended it.",
+                registry=self._metrics.registry,
+            ).set_function(lambda: recorder.error is None)
         self._publish()
 
     # --- work in ---
@@ -387,6 +399,8 @@ class Engine:
         """Free the executor's pools. The engine cannot be used afterwards."""
         if not self._closed:
             self._closed = True
+            if self.recorder is not None:
+                self.recorder.close()
             self.executor.close()
 
     # --- reports ---

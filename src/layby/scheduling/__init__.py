@@ -9,7 +9,7 @@ while scheduler.has_unfinished:
     scheduler.update(plan, tokens=[7] * plan.num_samples)
 """
 
-from layby.scheduling.blocks import BlockPool, OutOfBlocksError
+from layby.scheduling.blocks import BlockPool, OutOfBlocksError, PoolState
 from layby.scheduling.budget import SchedulingBudget
 from layby.scheduling.config import SchedulerConfig
 from layby.scheduling.memory import KVMemory
@@ -24,7 +24,7 @@ from layby.scheduling.request import (
     RequestStatus,
     Sequence,
 )
-from layby.scheduling.scheduler import Fit, Scheduler
+from layby.scheduling.scheduler import Fit, IdleState, Scheduler
 
 __all__ = [
     "POLICIES",
@@ -32,11 +32,13 @@ __all__ = [
     "BlockPool",
     "FinishReason",
     "Fit",
+    "IdleState",
     "IllegalTransitionError",
     "KVMemory",
     "OutOfBlocksError",
     "Phase",
     "Policy",
+    "PoolState",
     "PreemptionMode",
     "Request",
     "RequestQueue",

@@ -4,6 +4,18 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable
+from typing import NamedTuple
+
+
+class PoolState(NamedTuple):
+    """Everything a pool's next answers depend on while nobody holds a block.
+
+    ``free`` are blocks without known content, the first to be taken last; ``cached`` the others
+    with their contents, least recently used first.
+    """
+
+    free: list[int]
+    cached: list[tuple[int, Hashable]]
 
 
 class OutOfBlocksError(RuntimeError):
@@ -114,6 +126,29 @@ class BlockPool:
     def find(self, address: Hashable) -> int | None:
         """A block with this content, held or evictable; None if there is none."""
         return self._index.get(address)
+
+    def idle_state(self) -> PoolState:
+        """What to ``restore`` in another pool of this size. Only while nobody holds a block."""
+        if self.num_held:
+            raise ValueError(f"{self.num_held} blocks of the pool are held")
+        return PoolState(list(self._free), [(b, self._content[b]) for b in self._evictable])
+
+    def restore(self, state: PoolState) -> None:
+        """Become like the pool that ``state`` is of. Only while nobody holds a block.
+
+        Raises:
+            ValueError: A block is held, or the state is of no pool of this size.
+        """
+        blocks = sorted([*state.free, *(block for block, _ in state.cached)])
+        content = dict(state.cached)
+        index = {address: block for block, address in state.cached}
+        if self.num_held or blocks != list(range(self.num_blocks)):
+            raise ValueError(f"not the state of an idle pool of {self.num_blocks} blocks")
+        if len(index) < len(state.cached):
+            raise ValueError("two blocks of the pool's state have the same content")
+        self._free = list(state.free)
+        self._evictable = OrderedDict.fromkeys(content)
+        self._content, self._index = content, index
 
     def check_integrity(self) -> None:
         """Verify free + evictable + held = total and that the indexes agree.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from layby.errors import InvalidRequestError
-from layby.scheduling.blocks import BlockPool
+from layby.scheduling.blocks import BlockPool, PoolState
 from layby.scheduling.budget import SchedulingBudget
 from layby.scheduling.config import SchedulerConfig
 from layby.scheduling.intake import Intake
@@ -27,6 +27,21 @@ class Fit(Enum):
 
     OK = "ok"
     LATER = "later"
+
+
+@dataclass(frozen=True, slots=True)
+class IdleState:
+    """Everything the decisions of a scheduler without requests depend on, but its configuration.
+
+    Attributes:
+        num_steps, num_added: Steps decided and requests accepted so far: both are numbered on.
+        device, swap: The block pools.
+    """
+
+    num_steps: int
+    num_added: int
+    device: PoolState
+    swap: PoolState
 
 
 @dataclass(slots=True)
@@ -396,20 +411,28 @@ class Scheduler:
     def _plan_tokens(self, request: Request, step: _Step) -> None:
         """Take the request's blocks and plan as many of its tokens as the budget still pays.
 
-        The first token of each sequence is paid for already; an unfinished prefill takes more. A
-        prompt that takes several steps anyway leaves half of what is left to those who wait, so
-        that a long job does not block short ones.
+        The first token of each sequence is paid for already; an unfinished prefill takes more. It
+        leaves what is left to a more urgent class that waits, and, if the prompt takes several
+        steps anyway, half of it to its own: a long job does not block short ones.
         """
         step.planned.add(request)
         step.plan.copy += self.memory.grow(request)
         for seq in request.ready_sequences:
             item = ScheduledSequence(seq, seq.num_computed, 1, ())
             missing = seq.num_tokens - seq.num_computed
-            share = step.budget.remaining_tokens
-            if missing > step.budget.token_budget and len(self.waiting):
-                share //= 2
-            self._extend(item, share, step)
+            self._extend(item, self._share(request, missing, step), step)
             step.scheduled.append(item)
+
+    def _share(self, request: Request, missing: int, step: _Step) -> int:
+        """Tokens that a prefill may take before the waiting queue is looked at."""
+        newcomer = self.waiting.head
+        if newcomer is None or missing == 1:
+            return step.budget.remaining_tokens
+        if newcomer.priority < request.priority:
+            return 0
+        if missing > step.budget.token_budget:
+            return step.budget.remaining_tokens // 2
+        return step.budget.remaining_tokens
 
     def _spend_rest(self, step: _Step) -> None:
         """What nobody came for goes to the prefills that left it."""
@@ -662,6 +685,33 @@ class Scheduler:
     def swap_pool(self) -> BlockPool:
         """The blocks parked work lies in."""
         return self.memory.swap
+
+    def idle_state(self) -> IdleState:
+        """What to ``restore`` in a new scheduler, for it to decide as this one will.
+
+        Raises:
+            ValueError: There are requests, or a step is in flight.
+        """
+        if self.requests or self._open_plan is not None:
+            raise ValueError(f"the scheduler is not idle: it has {len(self.requests)} requests")
+        return IdleState(
+            self._num_steps,
+            self._num_added,
+            self.memory.device.idle_state(),
+            self.memory.swap.idle_state(),
+        )
+
+    def restore(self, state: IdleState) -> None:
+        """Go on where an idle scheduler of the same configuration was.
+
+        Raises:
+            ValueError: There are requests, or the state is of pools of another size.
+        """
+        if self.requests or self._open_plan is not None:
+            raise ValueError(f"the scheduler is not idle: it has {len(self.requests)} requests")
+        self.memory.device.restore(state.device)
+        self.memory.swap.restore(state.swap)
+        self._num_steps, self._num_added = state.num_steps, state.num_added
 
     def check_integrity(self) -> None:
         """Verify that queues, requests and block pools agree.

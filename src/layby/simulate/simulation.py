@@ -25,6 +25,7 @@ from layby.simulate.executor import (
 )
 from layby.simulate.observations import RequestLog, SimulationReport, TierMoves, Timeline
 from layby.simulate.profiles import Profile
+from layby.simulate.settings import with_block_size
 from layby.simulate.traces import Trace
 
 COLUMNS = ("waiting", "running", "swapped", "kv_usage", "swap_usage")
@@ -140,7 +141,7 @@ class Simulation:
 
     Args:
         trace: What arrives.
-        profile: What a step costs, and how large a block is.
+        profile: What a step costs; blocks are as large as ``config`` has them.
         config: The scheduler's settings.
         log: Where requests are noted; one without SLO or CSV file if None.
         skips: Whether steps without a decision are taken at once. It changes nothing but the time
@@ -156,6 +157,7 @@ class Simulation:
         log: RequestLog | None = None,
         skips: bool = True,
     ) -> None:
+        profile = with_block_size(profile, config.block_size)
         self.trace = trace
         self.profile = profile
         self.clock = VirtualClock()
@@ -186,6 +188,7 @@ class Simulation:
         while self._num_arrived < total or self.scheduler.has_unfinished:
             self._arrive()
             if not self.scheduler.has_unfinished:
+                self._note()
                 if self._num_arrived < total:  # idle until somebody comes
                     self.clock.now = max(self.clock.now, requests[self._num_arrived].arrival_s)
                 continue
@@ -194,11 +197,11 @@ class Simulation:
                 self._skip(steps)
             else:
                 self._step()
-            self._note()
             ended = self._num_arrived - len(self.scheduler.requests)
             if progress is not None and ended - told >= max(1, total // 200):
                 told = ended
                 progress(ended, total)
+        self._note()
         if progress is not None:
             progress(total, total)
 
@@ -237,6 +240,9 @@ class Simulation:
                 "trace": self.trace.name,
                 "requests": len(self.trace),
                 "requests_refused": self.refusals.total,
+                "first_refusal": self.refusals.first_reason,
+                # Whether max_tokens, which the scheduler goes by, is just what each answer takes.
+                "answer_lengths_known": not self._stops_early,
                 **{name: getattr(config, name) for name in config.__slots__},
                 **(settings or {}),
             },
@@ -267,6 +273,7 @@ class Simulation:
         """One step, as the engine takes it."""
         plan = self.scheduler.schedule()
         self._observer.decided(plan)
+        self._note()
         tokens = self.executor.execute(plan).tokens
         finished = self.scheduler.update(plan, tokens)
         self.steps += 1
@@ -306,9 +313,11 @@ class Simulation:
         self._observer.passed(now)
         self.scheduler.skip(len(ends), lambda seq: TOKEN)
         self.clock.now = now
+        self._note()
         self.steps += len(ends)
 
     def _note(self) -> None:
+        """From now on it stands like this."""
         scheduler = self.scheduler
         self._observer.timeline.add(
             self.clock.now,

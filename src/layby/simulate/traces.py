@@ -361,6 +361,8 @@ def read_trace(path: str | Path, *, format: str = "auto") -> Trace:  # noqa: A00
         TraceError: The file cannot be read, or holds a line that cannot be.
         ConfigError: There is no such format.
     """
+    from layby.simulate import recordings  # noqa: F401  # adds Layby's own format to READERS
+
     if format != "auto" and format not in READERS:
         raise ConfigError(
             f"there is no trace format {shown(format)}; there are auto, {', '.join(READERS)}"
