@@ -11,7 +11,7 @@ import typer
 from layby.cli.flags import engine_flags, takes
 from layby.cli.terminal import (
     JsonTarget,
-    _check_target,
+    check_target,
     log_to_stderr,
     table_console,
     write_json,
@@ -31,7 +31,7 @@ def profile(
     *,
     out: Annotated[
         str,
-        typer.Option(metavar="FILE", help="Write the profile here.", callback=_check_target),
+        typer.Option(metavar="FILE", help="Write the profile here.", callback=check_target),
     ],
     limit: Annotated[
         float,

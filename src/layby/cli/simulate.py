@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO, get_type_hint
 import typer
 
 from layby.cli.flags import FlagGroup, _flag, takes
-from layby.cli.terminal import JsonTarget, _check_target, log_to_stderr, table_console, write_json
+from layby.cli.terminal import JsonTarget, check_target, log_to_stderr, table_console, write_json
 from layby.engine import EngineConfig
 from layby.errors import ConfigError, LaybyError, counted
 from layby.simulate.profiles import BUILT_IN
@@ -171,7 +171,7 @@ def simulate(
             metavar="FILE",
             help="Write a row for each request that finished.",
             show_default="none",
-            callback=_check_target,
+            callback=check_target,
         ),
     ] = None,
     html: Annotated[
@@ -180,7 +180,7 @@ def simulate(
             metavar="FILE",
             help="Write a report with plots, which needs nothing but a browser.",
             show_default="none",
-            callback=_check_target,
+            callback=check_target,
         ),
     ] = None,
     options: Mapping[str, Any],

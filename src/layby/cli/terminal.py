@@ -29,7 +29,7 @@ def help_if_alone(context: typer.Context) -> None:
         print(context.get_help())
 
 
-def _check_target(target: str | None) -> str | None:
+def check_target(target: str | None) -> str | None:
     """Refuse a file that cannot be written before the work begins, not after."""
     if target is not None and target != STDOUT:
         path = Path(target)
@@ -47,7 +47,7 @@ JsonTarget = Annotated[
         help="Write the result as JSON to this file; -: to standard output, and nothing else "
         "there.",
         show_default="none",
-        callback=_check_target,
+        callback=check_target,
     ),
 ]
 """The parameter of every command that can report in JSON."""

@@ -197,7 +197,7 @@ def _written(value_s: float) -> str:
 
 
 def _times(factor: float) -> str:
-    return f"{factor:,.0f} times" if factor >= 10 else f"{factor:.3g} times"
+    return f"{factor:,.0f} times" if factor >= 10 else f"{factor:.2f} times"
 
 
 def _refused(report: SimulationReport) -> int:
