@@ -22,7 +22,7 @@ from layby.cli.simulate import (
     load_trace,
     scheduler_flags,
 )
-from layby.cli.terminal import JsonTarget, _check_target, log_to_stderr, table_console, write_json
+from layby.cli.terminal import JsonTarget, check_target, log_to_stderr, table_console, write_json
 from layby.errors import LaybyError, counted
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def tune(
             metavar="FILE",
             help="Keep the trials here (an Optuna journal), and go on with those that are there.",
             show_default="none",
-            callback=_check_target,
+            callback=check_target,
         ),
     ] = None,
     search_policy: Annotated[
@@ -92,7 +92,7 @@ def tune(
             metavar="FILE",
             help="Write a report with plots, which needs nothing but a browser.",
             show_default="none",
-            callback=_check_target,
+            callback=check_target,
         ),
     ] = None,
     options: Mapping[str, Any],
@@ -147,6 +147,7 @@ def show_tuning(result: TuneResult, console: Console) -> None:
     from layby.simulate.tune_report import (
         ablation_table,
         cliff_table,
+        front_settings_table,
         front_table,
         settings_table,
     )
@@ -159,9 +160,15 @@ def show_tuning(result: TuneResult, console: Console) -> None:
     )
     if result.misfits.count:
         say(str(result.misfits))
-    for table in (front_table, settings_table, ablation_table, cliff_table):
+    for table in (
+        front_table,
+        front_settings_table,
+        settings_table,
+        ablation_table,
+        cliff_table,
+    ):
         show_table(table(result), console)
-    say(f"{result.verdict}\n")
+    say(f"{result.verdict}\nWhat layby serve sets so by itself needs no flag:\n")
     say(result.command)
 
 

@@ -65,9 +65,13 @@ def tune_page(result: TuneResult) -> Page:
             Section("Cliffs", _CLIFFS, tables=[cliff_table(result), neighbour_table(result)]),
             Section(
                 "Trials",
-                "Right and low is better for throughput and for the SLO; up to 1× it is met.",
+                "Higher is more throughput, further left is more room: up to 1× the SLO is met.",
                 charts=_charts(result.trials, result.front, result.chosen),
-                tables=[front_table(result), _trial_table(result.trials)],
+                tables=[
+                    front_table(result),
+                    front_settings_table(result),
+                    _trial_table(result.trials),
+                ],
             ),
         ),
         footer=f"Layby tune: {counted(len(result.trials), 'trial')}, seed {result.seed}, "
@@ -77,7 +81,8 @@ def tune_page(result: TuneResult) -> Page:
 
 _ABLATION: Final = (
     "The recommended settings with one of them back at its default: what is lost is what it buys. "
-    "Settings help one another, so that their parts do not add up to the whole."
+    "Settings help one another, so that their parts do not add up to the whole; and a step's "
+    "tokens are never fewer than its sequences, whichever of them is reset."
 )
 _CLIFFS: Final = (
     "Each number a fifth down and a quarter up. A cliff is where throughput falls by more than "
@@ -86,15 +91,29 @@ _CLIFFS: Final = (
 
 
 def settings_table(result: TuneResult) -> Table:
-    """Recommended and default, those shaded that differ, and those of the front's trials."""
-    front = _shown_front(result)
+    """Recommended and default, with those shaded that differ."""
     rows = []
     for name, value in result.settings.items():
-        values = (value, result.default.settings[name], *(t.settings[name] for t in front))
-        cells = [Cell(written(each)) for each in values]
-        rows.append(Row(_flag(name), cells, differs=value != values[1]))
-    columns = ["", "recommended", "default", *(f"trial {trial.number}" for trial in front)]
-    return Table("What was searched, changes shaded", columns, rows)
+        default = result.default.settings[name]
+        cells = (Cell(written(value)), Cell(written(default)))
+        rows.append(Row(_flag(name), cells, differs=value != default))
+    return Table("What was searched, changes shaded", ["", "recommended", "default"], rows)
+
+
+def front_settings_table(result: TuneResult) -> Table:
+    """What the trials of :func:`front_table` were."""
+    defaults = result.default.settings
+    rows = []
+    for trial in _shown_front(result):
+        changed = [
+            f"{_flag(name)} {written(value)}"
+            for name, value in trial.settings.items()
+            if value != defaults[name]
+        ]
+        rows.append(Row.of(f"{trial.number}", [", ".join(changed) or "defaults"]))
+    return Table(
+        "Settings of the front, where they are not defaults", ["trial", ""], rows, words=True
+    )
 
 
 def front_table(result: TuneResult) -> Table:

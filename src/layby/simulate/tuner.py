@@ -648,13 +648,16 @@ def times(excess: float) -> str:
 
 
 def pareto_front(trials: Sequence[Trial]) -> list[Trial]:
-    """Those to which no other is superior, by falling throughput; of equals the first."""
+    """Those to which no other is superior, by falling throughput; of equals the first.
+
+    Throughputs that differ by less than 0.1% are equal.
+    """
     front: list[Trial] = []
-    order = sorted(trials, key=lambda t: (-t.outcome.throughput, t.outcome.excess, t.number))
+    order = sorted(trials, key=lambda t: (t.outcome.excess, -t.outcome.throughput, t.number))
     for trial in order:
-        if not front or trial.outcome.excess < front[-1].outcome.excess:
+        if not front or trial.outcome.throughput > front[-1].outcome.throughput * 1.001:
             front.append(trial)
-    return front
+    return front[::-1]
 
 
 _AS_GOOD: Final = 0.01  # part of the throughput that is given for more room below the limits
