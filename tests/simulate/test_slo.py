@@ -114,7 +114,7 @@ def test_excess_is_the_worst_share_of_a_limit() -> None:
     assert slo.misses(report(1.0, 1.5)) == []
     assert slo.excess(report(1.0, 5.0)) == pytest.approx(2.5)
     [miss] = slo.misses(report(1.0, 5.0))
-    assert miss == "max TTFT is 5.00 s, 2.5 times the limit of 2.00 s"
+    assert miss == "max TTFT is 5.00 s, 2.50 times the limit of 2.00 s"
 
 
 def test_exactly_the_limit_is_kept() -> None:
