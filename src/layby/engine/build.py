@@ -87,4 +87,5 @@ def build_engine(config: EngineConfig, *, allow_download: bool = True) -> Engine
         seed=config.seed,
         device=str(device),
         dtype=dtype,
+        shed_load=config.shed_load,
     )
