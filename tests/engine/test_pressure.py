@@ -105,6 +105,31 @@ def test_an_overload_rises_first_and_saturates_after_a_window() -> None:
     assert rose_s < 15.0 < saturated_s < 30.0
 
 
+@pytest.mark.parametrize(
+    ("why", "series"),
+    [
+        (
+            "work is parked, whatever the pool has free",
+            lambda now: replace(FULL_HOUSE, waiting=int(now), kv_usage=0.3),
+        ),
+        (
+            "the pool is full, though nobody is parked yet",
+            lambda now: replace(FULL_HOUSE, waiting=int(now), swapped=0, swap_usage=0.0),
+        ),
+        (
+            "running work is parked as it grows, and nothing else changes",
+            lambda now: replace(FULL_HOUSE, running=60 - int(now), swapped=int(now)),
+        ),
+        (
+            "work that waited is parked",
+            lambda now: replace(FULL_HOUSE, waiting=60 - int(now), swapped=int(now)),
+        ),
+    ],
+)
+def test_pressure_rises_where(why: str, series: Series) -> None:
+    assert [state for _, state in feed(PressureGauge(), series, 14.0)] == [RISING], why
+
+
 def test_when_the_backlog_is_gone_it_is_ok_again_and_not_before() -> None:
     """Nothing comes any more, four a second go: 60 wait at the end of the overload."""
     gauge = PressureGauge()
@@ -378,6 +403,7 @@ def test_a_flooded_engine_sheds_its_lowest_class_and_finishes_all_it_accepted() 
     assert harness.metric("layby_swapped_queue_growth") == stats.swapped_queue_growth
     assert isinstance(arrive(harness, 0), str)  # the higher class gets in
     assert isinstance(arrive(harness, 5), QueueFullError)
+    assert harness.engine.stats().requests_shed == len(refusals) + 1  # known without a step
     with pytest.raises(RequestTooLargeError):  # not: come again later
         harness.engine.add_request("x" * 150, SamplingParams(max_tokens=100), priority=5)
     accepted = 2 * 60 - len(refusals) + 1
