@@ -85,6 +85,7 @@ class Harness:
         num_swap_blocks: int = 64,
         max_model_len: int = 256,
         seed: int | None = None,
+        shed_load: bool = False,
         **scheduler: Any,
     ) -> None:
         self.clock = Clock()
@@ -105,6 +106,7 @@ class Harness:
             model_name="toy",
             max_model_len=max_model_len,
             seed=seed,
+            shed_load=shed_load,
             clock=self.clock,
         )
 

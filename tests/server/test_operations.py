@@ -94,7 +94,7 @@ def test_health_says_why_the_engine_takes_no_work() -> None:
     async def run() -> None:
         engine = make_engine()
         async with in_process(engine) as client:
-            assert (await client.get("/health")).json() == {"status": "ok"}
+            assert (await client.get("/health")).json() == {"status": "ok", "pressure": "ok"}
             engine.begin_drain()
             health = await client.get("/health")
             assert health.status_code == 503

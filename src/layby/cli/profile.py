@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from layby.simulate.profiles import Profile
 
 
-@takes(engine=engine_flags(model_argument=True))
+@takes(engine=engine_flags(model_argument=True, shed_load=False))
 def profile(
     *,
     out: Annotated[

@@ -102,4 +102,5 @@ def build_engine(config: EngineConfig, *, allow_download: bool = True) -> Engine
         device=str(device),
         dtype=dtype,
         recorder=recorder,
+        shed_load=config.shed_load,
     )

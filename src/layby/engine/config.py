@@ -115,6 +115,11 @@ class EngineConfig:
         "Most sequences that wait, beyond those that can run; more are refused; none: no limit.",
         unit="sequences",
     )
+    shed_load: bool = _option(
+        True,
+        "Refuse new work of the lowest class (429) while memory is saturated; docs/parking.md "
+        "says when that is.",
+    )
     seed: int | None = _option(
         None, "Base of the seeds of requests that bring none of their own; none: from the system."
     )

@@ -19,12 +19,14 @@ from layby.engine.detokenizer import Detokenizer, StopStrings
 from layby.engine.interfaces import ChatTemplate, Tokenizer
 from layby.engine.metrics import BusyLog, EngineMetrics, EngineStats
 from layby.engine.outputs import CompletionDelta, RequestDelta
+from layby.engine.pressure import Load, LoadShedding, PressureGauge
 from layby.engine.recorder import Recorder
 from layby.errors import (
     EngineDeadError,
     EngineUnavailableError,
     InvalidRequestError,
     LaybyError,
+    QueueFullError,
     RequestFailedError,
     counted,
     shown,
@@ -94,6 +96,8 @@ class Engine:
         max_model_len: Most tokens, prompt and output, of one sequence.
         seed: Base of the seeds of requests that bring none; None takes them from the system.
         device, dtype: What the executor computes on and in, for reports; None: not known.
+        shed_load: Refuse new work of the lowest class while memory is saturated.
+        pressure: Says when that is; one with the usual marks if None.
         clock: Seconds, monotonic.
         recorder: What the scheduler is recorded by, to be closed with the engine; None: it is not.
 
@@ -116,6 +120,8 @@ class Engine:
         seed: int | None = None,
         device: str | None = None,
         dtype: str | None = None,
+        shed_load: bool = False,
+        pressure: PressureGauge | None = None,
         clock: Callable[[], float] = time.monotonic,
         recorder: Recorder | None = None,
     ) -> None:
@@ -131,6 +137,8 @@ class Engine:
         self.recorder = recorder
         self.error: EngineDeadError | None = None
         self.defers_text = False
+        self.pressure = pressure or PressureGauge()
+        self._shedding = LoadShedding(self.pressure) if shed_load else None
         self._clock = clock
         self._live: dict[str, _Live] = {}
         self._seeds = random.Random(seed) if seed is not None else random.SystemRandom()
@@ -175,7 +183,7 @@ class Engine:
         Raises:
             InvalidRequestError: The request can never be served; names the parameter.
             RequestTooLargeError: …because it could not fit in the KV cache even alone.
-            QueueFullError: Too many requests wait.
+            QueueFullError: Too many requests wait, or the engine is saturated.
             EngineUnavailableError: The engine is closed, or (EngineDeadError) a step failed.
         """
         return self.submit(
@@ -249,6 +257,8 @@ class Engine:
                 f"a request with id {request.request_id!r} is in progress", param="request_id"
             )
         was_idle = not self._live
+        if self._shedding is not None:
+            self._shed(request, self._shedding)
         self.scheduler.add_request(request)
         assert request.arrival_time is not None  # set by prepare
         self._live[request.request_id] = _Live(
@@ -265,6 +275,17 @@ class Engine:
         if was_idle:
             self._busy_log.restart(self._clock(), self._stats)
         return request.request_id
+
+    def _shed(self, request: Request, shedding: LoadShedding) -> None:
+        """Refuse a newcomer of the lowest class while memory is saturated."""
+        self.scheduler.check_size(request)  # who can never run is not to come again
+        live = [one.request.priority for one in self._live.values()]
+        backlog = len(self.scheduler.waiting) + len(self.scheduler.swapped)
+        try:
+            shedding.check(self._clock(), request.priority, live, backlog)
+        except QueueFullError:
+            self._publish()
+            raise
 
     @property
     def max_prompt_chars(self) -> int:
@@ -655,21 +676,35 @@ class Engine:
         """Make the snapshot that other threads read."""
         scheduler, metrics = self.scheduler, self.scheduler.metrics
         device, swap = scheduler.device_pool, scheduler.swap_pool
-        self._stats = EngineStats(
+        load = Load(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
             swapped=len(scheduler.swapped),
+            finished=metrics.requests_finished,
+            kv_usage=device.usage,
+            swap_usage=swap.usage,
+        )
+        self.pressure.observe(self._clock(), load)
+        if self.pressure.state != self._stats.pressure:
+            logger.info("pressure: %s, was %s", self.pressure.state, self._stats.pressure)
+        self._stats = EngineStats(
+            running=load.running,
+            waiting=load.waiting,
+            swapped=load.swapped,
             num_blocks=device.num_blocks,
             num_free_blocks=device.num_free,
             num_swap_blocks=swap.num_blocks,
             num_free_swap_blocks=swap.num_free,
-            kv_usage=device.usage,
-            swap_usage=swap.usage,
+            kv_usage=load.kv_usage,
+            swap_usage=load.swap_usage,
             kv_usage_max=metrics.kv_usage_max,
             requests_accepted=metrics.requests_accepted,
             requests_finished=metrics.requests_finished,
             requests_aborted=metrics.requests_aborted,
             requests_failed=self._requests_failed,
+            requests_shed=0 if self._shedding is None else self._shedding.num_refused,
+            pressure=self.pressure.state,
+            swapped_queue_growth=self.pressure.swapped_queue_growth,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
             preemptions_swap=metrics.preemptions_swap,

@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from itertools import accumulate
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import (
@@ -18,6 +19,8 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
+
+from layby.engine.pressure import PressureState
 
 logger = logging.getLogger("layby.engine")
 
@@ -42,7 +45,7 @@ _SWAPPED_BUCKETS_S = (
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class EngineStats(Mapping[str, float]):
+class EngineStats(Mapping[str, Any]):
     """State and totals of an engine between two steps.
 
     Reads as a mapping of its fields, too: ``stats["running"]`` and ``dict(stats)``.
@@ -56,6 +59,9 @@ class EngineStats(Mapping[str, float]):
         requests_accepted, requests_finished, requests_aborted: Totals; finished are those that
             ended by themselves, aborted all others.
         requests_failed: Those of the aborted that ended with an error.
+        requests_shed: Requests refused because the engine was saturated; not accepted ones.
+        pressure: ``ok``, ``rising`` or ``saturated``.
+        swapped_queue_growth: Requests per second by which the swapped queue grows.
         prompt_tokens: Prompt tokens of the requests that have reached their first token.
         generation_tokens: Tokens sampled.
         preemptions_swap, preemptions_recompute: Requests that left the device, by mode.
@@ -82,6 +88,9 @@ class EngineStats(Mapping[str, float]):
     requests_finished: int = 0
     requests_aborted: int = 0
     requests_failed: int = 0
+    requests_shed: int = 0
+    pressure: PressureState = PressureState.OK
+    swapped_queue_growth: float = 0.0
     prompt_tokens: int = 0
     generation_tokens: int = 0
     preemptions_swap: int = 0
@@ -94,11 +103,10 @@ class EngineStats(Mapping[str, float]):
     prefix_cache_queried_tokens: int = 0
     prefix_cache_hit_tokens: int = 0
 
-    def __getitem__(self, name: str) -> float:
+    def __getitem__(self, name: str) -> Any:
         if name not in _STATS_NAMES:
             raise KeyError(name)
-        value: float = getattr(self, name)
-        return value
+        return getattr(self, name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(_STATS_NAMES)
@@ -106,7 +114,7 @@ class EngineStats(Mapping[str, float]):
     def __len__(self) -> int:
         return len(_STATS_NAMES)
 
-    def as_dict(self) -> dict[str, float]:
+    def as_dict(self) -> dict[str, Any]:
         """A plain dictionary, for JSON."""
         return dict(self)
 
@@ -238,6 +246,22 @@ class _StatsCollector(Collector):
         )
         yield GaugeMetricFamily(
             "layby_preemption_rate", "Preemptions per request.", value=stats.preemption_rate
+        )
+        pressure = GaugeMetricFamily(
+            "layby_pressure_state", "1 for the state of memory now, 0 for others.", labels=["state"]
+        )
+        for state in PressureState:
+            pressure.add_metric([state], float(state is stats.pressure))
+        yield pressure
+        yield GaugeMetricFamily(
+            "layby_swapped_queue_growth",
+            "Requests per second by which the swapped queue grows.",
+            value=stats.swapped_queue_growth,
+        )
+        yield CounterMetricFamily(
+            "layby_requests_shed",
+            "Requests refused because memory was saturated.",
+            value=stats.requests_shed,
         )
         preemptions = CounterMetricFamily(
             "layby_preemptions",

@@ -146,6 +146,10 @@ class Scheduler:
         self._is_quiet = False
         self.metrics.requests_accepted += 1
 
+    def check_size(self, request: Request) -> None:
+        """Refuse what could never be served; raises as ``add_request``, which does so, too."""
+        self._intake.check_size(request)
+
     def max_output_tokens(self, num_prompt_tokens: int, n: int = 1) -> int:
         """Largest ``max_tokens`` that context and device pool allow; 0 or less if none does."""
         return self._intake.max_output_tokens(num_prompt_tokens, n)

@@ -93,7 +93,10 @@ def _api_keys(api_key: str | Sequence[str] | None) -> list[str]:
 def _add_generating_routes(app: FastAPI, engine: AsyncEngine) -> None:
     busy: dict[int | str, dict[str, Any]] = {
         **_BAD_INPUT,
-        429: {"model": ErrorAnswer, "description": "The queue is full; see Retry-After"},
+        429: {
+            "model": ErrorAnswer,
+            "description": "The queue is full, or memory saturated; see Retry-After",
+        },
         503: {"model": ErrorAnswer, "description": "The engine takes no work"},
     }
 
@@ -311,20 +314,23 @@ def _add_operator_routes(app: FastAPI, engine: AsyncEngine) -> None:
     @app.get(
         "/health",
         summary="Whether the engine takes work",
-        description="For probes and load balancers; needs no key.",
+        description="For probes and load balancers; needs no key. `pressure` is that on memory: "
+        "while it is `saturated`, new work of the lowest class gets 429.",
         responses={
             200: {"model": Health, "description": "It does"},
             503: {"model": Health, "description": "Draining or dead, with the reason"},
         },
     )
     async def health() -> Response:
+        pressure = engine.stats().pressure
         if engine.is_draining:
             reason = "the engine is shutting down: it finishes what it accepted"
-            return json_response({"status": "draining", "reason": reason}, 503)
+            body = {"status": "draining", "pressure": pressure, "reason": reason}
+            return json_response(body, 503)
         if not engine.is_healthy:
             reason = str(engine.error or "the engine has not been started")
-            return json_response({"status": "dead", "reason": reason}, 503)
-        return json_response({"status": "ok"})
+            return json_response({"status": "dead", "pressure": pressure, "reason": reason}, 503)
+        return json_response({"status": "ok", "pressure": pressure})
 
     @app.get(
         "/metrics",

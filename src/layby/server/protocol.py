@@ -748,6 +748,7 @@ class Health(TypedDict):
     """The answer of /health."""
 
     status: Literal["ok", "draining", "dead"]
+    pressure: Literal["ok", "rising", "saturated"]
     reason: NotRequired[str]
 
 
