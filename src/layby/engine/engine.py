@@ -15,6 +15,7 @@ from typing import Any
 
 from layby.engine.detokenizer import Detokenizer, StopStrings
 from layby.engine.interfaces import ChatTemplate, Tokenizer
+from layby.engine.kv_pool import KVPoolSize, check_pool_size
 from layby.engine.metrics import BusyLog, EngineMetrics, EngineStats
 from layby.engine.outputs import CompletionDelta, RequestDelta
 from layby.errors import (
@@ -91,6 +92,7 @@ class Engine:
         max_model_len: Most tokens, prompt and output, of one sequence.
         seed: Base of the seeds of requests that bring none; None takes them from the system.
         device, dtype: What the executor computes on and in, for reports; None: not known.
+        most_blocks: Gives the largest size that the device pool can have at present; None: any.
         clock: Seconds, monotonic.
 
     Attributes:
@@ -112,6 +114,7 @@ class Engine:
         seed: int | None = None,
         device: str | None = None,
         dtype: str | None = None,
+        most_blocks: Callable[[], int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduler = scheduler
@@ -125,6 +128,7 @@ class Engine:
         self.dtype = dtype
         self.error: EngineDeadError | None = None
         self.defers_text = False
+        self._most_blocks = most_blocks
         self._clock = clock
         self._live: dict[str, _Live] = {}
         self._seeds = random.Random(seed) if seed is not None else random.SystemRandom()
@@ -236,6 +240,10 @@ class Engine:
             raise InvalidRequestError(
                 f"a request with id {request.request_id!r} is in progress", param="request_id"
             )
+        if params.max_tokens is None:  # the pool may have shrunk since it was prepared
+            most = self.scheduler.max_output_tokens(request.num_prompt_tokens, request.n)
+            if 0 < most < request.max_tokens:
+                request.shorten(most)
         was_idle = not self._live
         self.scheduler.add_request(request)
         assert request.arrival_time is not None  # set by prepare
@@ -317,8 +325,8 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether there is anything to do."""
-        return bool(self._live)
+        """Whether there is anything to do: requests, or a pool that is to change its size."""
+        return bool(self._live) or (self.error is None and self.scheduler.is_resizing)
 
     def step(self) -> list[RequestDelta]:
         """Decide, compute, commit; return what was added to each request.
@@ -367,6 +375,40 @@ class Engine:
         delta = self._end(live, FinishReason.ABORT, error)
         self._publish()
         return delta
+
+    def resize_kv_pool(self, num_blocks: int) -> KVPoolSize:
+        """Give the device pool another size, while requests run; see ``Scheduler.resize``.
+
+        An idle engine does it at once, a busy one in its next step. What is given up goes back to
+        the system.
+
+        Returns:
+            The size it has now, and the target.
+
+        Raises:
+            InvalidRequestError: There can be no pool of this size.
+            EngineUnavailableError: As ``add_request``.
+        """
+        self._check_alive()
+        device = self.scheduler.device_pool
+        grows = not isinstance(num_blocks, int) or num_blocks > device.num_blocks
+        most = self._most_blocks() if self._most_blocks is not None and grows else None
+        self.scheduler.resize(check_pool_size(num_blocks, most))
+        if not self._live and self.has_unfinished:
+            self.step()
+            self._check_alive()
+        self._publish()
+        logger.info(
+            "the KV pool is to have %s; it has %d",
+            counted(num_blocks, "block"),
+            device.num_blocks,
+        )
+        return self.kv_pool_size()
+
+    def kv_pool_size(self) -> KVPoolSize:
+        """Size of the device pool, as of ``stats``; safe in any thread."""
+        stats = self._stats
+        return KVPoolSize(stats.num_target_blocks, stats.num_blocks, stats.num_free_blocks)
 
     def fail_all(self, why: str) -> list[RequestDelta]:
         """Declare the engine dead; return the last delta of every live request."""
@@ -646,6 +688,7 @@ class Engine:
             waiting=len(scheduler.waiting),
             swapped=len(scheduler.swapped),
             num_blocks=device.num_blocks,
+            num_target_blocks=scheduler.target_blocks,
             num_free_blocks=device.num_free,
             num_swap_blocks=swap.num_blocks,
             num_free_swap_blocks=swap.num_free,

@@ -8,14 +8,14 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from enum import Enum
 
-from layby.errors import InvalidRequestError
+from layby.errors import ConfigError, InvalidRequestError
 from layby.scheduling.blocks import BlockPool
 from layby.scheduling.budget import SchedulingBudget
 from layby.scheduling.config import SchedulerConfig
 from layby.scheduling.intake import Intake
 from layby.scheduling.memory import KVMemory
 from layby.scheduling.metrics import SchedulerMetrics
-from layby.scheduling.plan import PreemptionMode, ScheduledSequence, StepPlan
+from layby.scheduling.plan import BlockMove, PreemptionMode, ScheduledSequence, StepPlan
 from layby.scheduling.policy import POLICIES, Phase, Policy
 from layby.scheduling.queues import RequestQueue
 from layby.scheduling.request import FinishReason, Request, RequestStatus, Sequence
@@ -86,6 +86,7 @@ class Scheduler:
         self.waiting = RequestQueue(self.policy.urgency)
         self.running = RequestQueue(self.policy.urgency)
         self.swapped = RequestQueue(self.policy.urgency)
+        self._executor_blocks = config.num_blocks  # what it was last told of the device pool
         self.requests: dict[str, Request] = {}
         # The running queue again, divided: those that go on by themselves, and the others.
         self._steady = SteadyDecodes()
@@ -149,6 +150,8 @@ class Scheduler:
             RuntimeError: ``update`` has not been called for the plan before.
         """
         step = self._stand_fast()
+        if self.is_resizing:
+            self._change_pool(step)
         for phase in self.policy.phases:
             match phase:
                 case Phase.SWAPPED:
@@ -208,7 +211,9 @@ class Scheduler:
     def _schedule_swapped(self, step: _Step) -> None:
         """Bring parked requests back, most urgent first; nobody overtakes the first that must
         stay. A more urgent class that waits goes ahead."""
-        if step.plan.preempted and not self.policy.resumes_after_preemption:
+        if step.plan.preempted and not (
+            self.policy.resumes_after_preemption and step.plan.num_blocks is None
+        ):
             return
         while (request := self.swapped.head) is not None:
             newcomer = self.waiting.head
@@ -305,7 +310,7 @@ class Scheduler:
         if mode is PreemptionMode.SWAP:
             victim.move_to(RequestStatus.SWAPPED)
             moves = self.memory.park(victim)
-            step.plan.swap_out += moves
+            step.plan.swap_out += _before(step.plan.relocate, moves)
             self.metrics.swapped_out_blocks += len(moves)
             victim.swapped_since = step.plan.now
             self.swapped.add(victim)
@@ -362,6 +367,8 @@ class Scheduler:
         for seq in request.sequences:
             self.memory.release(seq)
         del self.requests[request.request_id]
+        if self.memory.device.limit > self.memory.target_blocks:
+            self._aim()  # it may have been the one that kept the pool large
 
     def _join_running(self, request: Request, step: _Step) -> None:
         self.running.add(request)
@@ -618,6 +625,59 @@ class Scheduler:
             for seq in sequences
         )
 
+    # --- the pool's size ---
+
+    def resize(self, num_blocks: int) -> None:
+        """Give the device pool another size; the next step makes it so.
+
+        Who must give way is parked, the least urgent first. Whatever was accepted must still be
+        able to finish: while a live request may come to need more blocks than these, the pool
+        stays as large as that, and shrinks further as such requests end. New requests must fit
+        into ``num_blocks`` from now on. The swap pool stays as it is.
+
+        Raises:
+            ConfigError: ``num_blocks`` is no whole number from 1 up.
+        """
+        if isinstance(num_blocks, bool) or not isinstance(num_blocks, int) or num_blocks < 1:
+            raise ConfigError(f"num_blocks must be an integer of at least 1, got {num_blocks!r}")
+        self.memory.target_blocks = num_blocks
+        self._aim()
+
+    @property
+    def target_blocks(self) -> int:
+        """Size of the device pool that was asked for last."""
+        return self.memory.target_blocks
+
+    @property
+    def is_resizing(self) -> bool:
+        """Whether the next step changes the size of the device pool."""
+        return self.memory.device.limit != self._executor_blocks
+
+    def _aim(self) -> None:
+        """Go for the target, or for what the most demanding live request may come to need."""
+        needs = map(self.memory.worst_case_blocks, self.requests.values())
+        limit = max(self.memory.target_blocks, max(needs, default=0))
+        if limit != self.memory.device.limit:
+            self.memory.device.resize(limit)
+            self._is_quiet = False
+
+    def _change_pool(self, step: _Step) -> None:
+        """Empty the blocks that are given up, by parking if there is no room for what they hold.
+
+        One running request at least stays: the pool is never smaller than its need.
+        """
+        device = self.memory.device
+        while len(self.running) > 1 and (
+            device.num_stranded + step.set_aside_blocks > device.num_free
+        ):
+            self._preempt(self.policy.victim(self.running), step)
+        step.plan.relocate, moved = self.memory.relocate(self.running)
+        for request in moved:  # who knows their block tables by heart must look again
+            if self._steady.discard(request):
+                self._attended.add(request)
+        device.trim()
+        step.plan.num_blocks = self._executor_blocks = device.limit
+
     # --- ending early ---
 
     def finish_sequence(self, seq: Sequence, reason: FinishReason = FinishReason.STOP) -> bool:
@@ -689,3 +749,13 @@ class Scheduler:
                 assert not seq.block_table or request.status is RequestStatus.RUNNING
                 assert not seq.swap_table or request.status is RequestStatus.SWAPPED
         self.memory.check_integrity(list(self.requests.values()))
+        if not self.is_resizing:
+            assert self.memory.device.num_stranded == 0
+
+
+def _before(relocated: list[BlockMove], moves: list[BlockMove]) -> list[BlockMove]:
+    """The same moves out of the places that the blocks have before they are relocated."""
+    if not relocated:
+        return moves
+    old_of = {move.dst: move.src for move in relocated}
+    return [BlockMove(old_of.get(move.src, move.src), move.dst) for move in moves]
