@@ -23,15 +23,24 @@ class KVShadow:
         self.digests: dict[Sequence, list[int]] = {}
 
     def execute(self, plan: StepPlan) -> list[int]:
-        """Move, write, verify that each row finds its whole past, and sample."""
+        """Move, write, verify that each row finds its whole past, and sample.
+
+        Blocks that the device pool gives up are gone: who reads or writes one fails.
+        """
+        if plan.num_blocks is not None:
+            more = plan.num_blocks - len(self.device)
+            self.device += [[None] * self.block_size for _ in range(more)]
         for moves, source, target in (
             (plan.swap_out, self.device, self.swap),
+            (plan.relocate, self.device, self.device),
             (plan.swap_in, self.swap, self.device),
             (plan.copy, self.device, self.device),
         ):
             contents = [list(source[move.src]) for move in moves]
             for move, content in zip(moves, contents, strict=True):
                 target[move.dst] = content
+        if plan.num_blocks is not None:
+            del self.device[plan.num_blocks :]
         for item in plan.scheduled:
             digests = self._digests(item.sequence)
             for position in range(item.start, item.start + item.num_tokens):
@@ -118,6 +127,7 @@ class Harness:
         """
         scheduler = self.scheduler
         assert plan.num_tokens <= self.config.max_num_batched_tokens
+        assert not scheduler.is_resizing, "a step is enough for another size"
         held = sum(request.num_live_seqs for request in scheduler.running)
         assert held <= self.config.max_num_seqs
         assert plan.scheduled or not scheduler.requests, "work is there, and nothing is scheduled"

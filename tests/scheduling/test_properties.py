@@ -17,7 +17,7 @@ BLOCK = 4
 
 
 class RandomTraffic(RuleBasedStateMachine):
-    """Arrivals, aborts and early ends between steps; every step is checked by the harness."""
+    """Arrivals, aborts, early ends and resizes between steps; the harness checks every step."""
 
     @initialize(
         num_blocks=st.integers(2, 24),
@@ -69,11 +69,11 @@ class RandomTraffic(RuleBasedStateMachine):
         n = min(n, self.harness.config.max_num_seqs)
         prompt = list(range(1, p + 1)) if common else None
         needed = scheduler.memory.worst_case(p, o, n)
-        if needed > self.harness.config.num_blocks:
+        if needed > scheduler.target_blocks:
             with pytest.raises(RequestTooLargeError) as refusal:
                 self.harness.add(p, o, n, priority=priority, prompt=prompt)
             assert str(needed) in str(refusal.value)
-            assert str(self.harness.config.num_blocks) in str(refusal.value)
+            assert str(scheduler.target_blocks) in str(refusal.value)
         else:
             self.accepted.append(self.harness.add(p, o, n, priority=priority, prompt=prompt))
 
@@ -81,6 +81,24 @@ class RandomTraffic(RuleBasedStateMachine):
     def run_steps(self, steps: int) -> None:
         for _ in range(steps):
             self.harness.step()
+
+    @rule(num_blocks=st.integers(1, 32), is_in_a_step=st.booleans())
+    def resize(self, num_blocks: int, is_in_a_step: bool) -> None:
+        """The pool shrinks and grows under whatever runs, never below what was accepted."""
+        scheduler = self.harness.scheduler
+        if is_in_a_step:
+            plan = scheduler.schedule()
+            scheduler.resize(num_blocks)
+            tokens = self.harness.shadow.execute(plan)
+            self.harness.finished += scheduler.update(plan, tokens)
+        else:
+            scheduler.resize(num_blocks)
+        scheduler.check_integrity()
+        needs = [scheduler.memory.worst_case_blocks(r) for r in scheduler.requests.values()]
+        self.harness.step()
+        least = max([num_blocks, *needs])
+        assert num_blocks <= scheduler.device_pool.num_blocks <= least
+        assert len(self.harness.shadow.device) <= least
 
     @precondition(lambda self: self.harness.scheduler.requests)
     @rule(data=st.data())

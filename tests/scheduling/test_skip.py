@@ -16,7 +16,7 @@ TOKEN = 7
 
 
 def run(seed: int, *, skipping: bool, policy: str, mode: str, caching: bool) -> tuple[object, int]:
-    """Random traffic, arrivals by step number; what happened when, and the calls it took."""
+    """Random traffic and pool sizes, by step number; what happened when, and the calls it took."""
     rng = random.Random(seed)
     config = SchedulerConfig(
         num_blocks=rng.choice([12, 30, 80]),
@@ -44,17 +44,20 @@ def run(seed: int, *, skipping: bool, policy: str, mode: str, caching: bool) -> 
             priority=rng.choice([0, 0, 1]),
         )
         arrivals.setdefault(step, []).append(request)
+    sizes = {rng.randrange(2 * step + 10): rng.randint(1, 60) for _ in range(rng.randint(0, 4))}
     events: list[object] = []
     calls = 0
     while arrivals or scheduler.has_unfinished:
         for request in arrivals.pop(now, []):
             with suppress(RequestTooLargeError):
                 scheduler.add_request(request)
+        if now in sizes:
+            scheduler.resize(sizes.pop(now))
         if not scheduler.has_unfinished:
             now = min(arrivals, default=now)
             continue
-        until_arrival = min(arrivals) - now if arrivals else 10**9
-        steps = min(scheduler.quiet_steps(), until_arrival) if skipping else 0
+        until_event = min([step for step in [*arrivals, *sizes] if step > now], default=10**9) - now
+        steps = min(scheduler.quiet_steps(), until_event) if skipping else 0
         calls += 1
         if steps:
             scheduler.skip(steps, lambda seq: TOKEN)
@@ -64,6 +67,8 @@ def run(seed: int, *, skipping: bool, policy: str, mode: str, caching: bool) -> 
             events += [(now, "out", r.request_id, mode) for r, mode in plan.preempted]
             events += [(now, "in", r.request_id) for r in plan.resumed + plan.admitted]
             events += [(now, len(plan.swap_out), len(plan.swap_in), len(plan.copy))]
+            if plan.num_blocks is not None:
+                events.append((now, "size", plan.num_blocks))
             for request in scheduler.update(plan, [TOKEN] * plan.num_samples):
                 lengths = [len(seq.tokens) for seq in request.sequences]
                 events.append((now, "end", request.request_id, lengths))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -180,6 +181,43 @@ def test_behind_an_error_of_the_scheduler_nothing_is_checked(
     assert report.broken == "KeyError"
     assert report.check is not None
     assert report.check.difference is None
+
+
+# --- what is done to a running engine ---
+
+
+def resize(harness: RecordedHarness, rng: random.Random) -> None:
+    if rng.random() < 0.05:
+        harness.engine.resize_kv_pool(rng.randint(6, 40))
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 10**9), max_bytes=st.sampled_from([600, 2**20]))
+def test_a_pool_that_changes_its_size_is_replayed(seed: int, max_bytes: int) -> None:
+    """A file that begins in an idle moment knows the size of then."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recording, "KEPT_FILES", 1000)
+        path = Path(folder) / "r"
+        record(path, seed, requests=10, meddling=resize, max_bytes=max_bytes)
+        older = len(list(Path(folder).iterdir())) - 1
+        files = [*(Path(f"{path}.{i}") for i in range(older, 0, -1)), path]
+        assert checked(*files).difference is None
+        for file in files:
+            if "gap" not in [row["e"] for row in rows_of(file)]:
+                assert checked(file).difference is None
+
+
+def test_another_size_is_another_life(tmp_path: Path) -> None:
+    record(tmp_path / "r", meddling=resize, **PRESSURE)
+    report = replay_recording([tmp_path / "r"], check=True)
+    assert report.check is not None
+    assert report.check.difference is None
+    assert report.summary.resized > 3
+    rows = rows_of(tmp_path / "r")
+    assert any(row.get("rl") for row in rows)
+    sizes = [row for row in rows if row["e"] == "size"]
+    sizes[len(sizes) // 2]["size"] += 1
+    assert checked(write(tmp_path / "lie", rows)).difference is not None
 
 
 # --- lies ---

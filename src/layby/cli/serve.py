@@ -32,6 +32,15 @@ def serve(
             help="Key that clients must bring; may be repeated.",
         ),
     ] = None,
+    admin_api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="LAYBY_ADMIN_API_KEY",
+            show_envvar=True,
+            show_default="none, there are no /admin/ paths",
+            help="Key that opens the paths under /admin/.",
+        ),
+    ] = None,
     drain_timeout: Annotated[
         float,
         typer.Option(
@@ -52,4 +61,11 @@ def serve(
     from layby.server import serve as run_server
 
     log_to_stderr(log_level, dated=True)
-    run_server(engine, host=host, port=port, api_key=api_key or None, drain_timeout_s=drain_timeout)
+    run_server(
+        engine,
+        host=host,
+        port=port,
+        api_key=api_key or None,
+        admin_api_key=admin_api_key,
+        drain_timeout_s=drain_timeout,
+    )

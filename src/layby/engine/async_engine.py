@@ -15,11 +15,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from layby.engine.config import EngineConfig
 from layby.engine.engine import Engine, PreparedRequest
 from layby.engine.interfaces import ChatTemplate, Tokenizer
+from layby.engine.kv_pool import KVPoolSize
 from layby.engine.metrics import EngineStats
 from layby.engine.outputs import CompletionDelta, RequestDelta
 from layby.engine.workers import Workers
@@ -153,6 +154,17 @@ class _Abort:
     stream: RequestStream
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """Call this between two steps; ``answer`` gets the outcome in the engine's thread."""
+
+    call: Callable[[Engine], Any]
+    answer: Callable[[Any, Exception | None], None]
+
+
+_Command = _Submit | _Abort | _Call
+
+
 class AsyncEngine:
     """An :class:`Engine` in a thread of its own, for any number of asyncio tasks.
 
@@ -164,7 +176,7 @@ class AsyncEngine:
         engine.defers_text = True  # streams read their deltas in the event loop's thread
         self._workers = Workers(NUM_WORKERS)
         self._wake = threading.Condition()  # guards the four below
-        self._commands: deque[_Submit | _Abort] = deque()
+        self._commands: deque[_Command] = deque()
         self._draining = False
         self._cut_off: EngineDrainingError | None = None  # end what is left, for this reason
         self._closed = False  # no command is read any more
@@ -343,6 +355,40 @@ class AsyncEngine:
         """As :meth:`Engine.check_chars`."""
         self._engine.check_chars(num_chars, param)
 
+    # --- the pool's size ---
+
+    async def resize_kv_pool(self, num_blocks: int) -> KVPoolSize:
+        """As :meth:`Engine.resize_kv_pool`; waits for the step that makes it so.
+
+        Returns:
+            The size after that step. It is above the target while a request that was accepted
+            may come to need more; ``note`` says so.
+
+        Raises:
+            InvalidRequestError: There can be no pool of this size.
+            EngineDeadError, EngineUnavailableError: There is no engine to do it.
+        """
+        await self._in_between(lambda engine: engine.resize_kv_pool(num_blocks))
+        return await self._in_between(Engine.kv_pool_size)  # a busy engine takes a step meanwhile
+
+    def wish_kv_pool(self, num_blocks: int) -> None:
+        """The same from any thread, without waiting: for who watches the machine's memory.
+
+        What cannot be had is logged.
+        """
+
+        def report(_size: Any, error: Exception | None) -> None:
+            if error is not None:
+                logger.warning("the KV pool cannot be resized to %s blocks: %s", num_blocks, error)
+
+        call = _Call(lambda engine: engine.resize_kv_pool(num_blocks), report)
+        if not self._command(call):
+            report(None, EngineUnavailableError("the engine does not run"))
+
+    def kv_pool_size(self) -> KVPoolSize:
+        """Size of the device pool as of the engine's last step."""
+        return self._engine.kv_pool_size()
+
     # --- state ---
 
     @property
@@ -430,19 +476,37 @@ class AsyncEngine:
             raise
         return streams
 
-    def _command(self, command: _Submit | _Abort) -> None:
-        """Leave a command for the engine's thread.
+    async def _in_between(self, call: Callable[[Engine], T]) -> T:
+        """Call something in the engine's thread, between two steps.
 
         Raises:
-            EngineUnavailableError: It is a submission, and nobody reads it any more.
+            EngineUnavailableError: There is no such thread (any more).
+            Exception: Whatever the call raises.
+        """
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[T] = loop.create_future()
+
+        def answer(value: Any, error: Exception | None) -> None:
+            self._post(loop, partial(_resolve, done, error, value))
+
+        if self._thread is None or not self._command(_Call(call, answer)):
+            raise EngineUnavailableError("the engine does not run")
+        return await done
+
+    def _command(self, command: _Command) -> bool:
+        """Leave a command for the engine's thread; False if nobody reads it any more.
+
+        Raises:
+            EngineUnavailableError: It is a submission, and the engine takes none.
         """
         with self._wake:
             if isinstance(command, _Submit):
                 self._check_open()
             elif self._closed:
-                return
+                return False
             self._commands.append(command)
             self._wake.notify()
+            return True
 
     def _end_unfinished(self, limit_s: float) -> None:
         with self._wake:
@@ -479,6 +543,8 @@ class AsyncEngine:
         for command in commands:
             if isinstance(command, _Submit):
                 self._submit(command)
+            elif isinstance(command, _Call):
+                self._call(command)
             elif self._streams.get(command.stream.request_id) is command.stream:
                 self._abort(command.stream.request_id)
         if cut_off is not None:
@@ -503,6 +569,16 @@ class AsyncEngine:
         else:
             self._streams.update((stream.request_id, stream) for stream in command.streams)
         self._post(command.loop, partial(_resolve, command.done, error))
+
+    def _call(self, command: _Call) -> None:
+        value, error = None, None
+        try:
+            value = command.call(self._engine)
+        except Exception as fault:
+            if not isinstance(fault, LaybyError):
+                logger.exception("a call between two steps failed")
+            error = fault
+        command.answer(value, error)
 
     def _abort(self, request_id: str, error: LaybyError | None = None) -> None:
         delta = self._engine.abort(request_id, error)
@@ -542,6 +618,8 @@ class AsyncEngine:
         for command in commands:
             if isinstance(command, _Submit):
                 self._post(command.loop, partial(_resolve, command.done, error))
+            elif isinstance(command, _Call):
+                command.answer(None, error)
         streams, self._streams = self._streams, {}
         for stream in streams.values():  # none, unless the loop itself failed
             self._post(stream.loop, partial(stream._force_end, "error", error))
@@ -555,11 +633,11 @@ def _work_of(prompts: Sequence[str | Sequence[int]]) -> int:
     )
 
 
-def _resolve(done: asyncio.Future[None], error: Exception | None) -> None:
+def _resolve(done: asyncio.Future[Any], error: Exception | None, value: Any = None) -> None:
     if done.done():  # the submitter was cancelled meanwhile
         return
     if error is None:
-        done.set_result(None)
+        done.set_result(value)
     else:
         done.set_exception(error)
 

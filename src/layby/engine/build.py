@@ -68,6 +68,11 @@ def build_engine(config: EngineConfig, *, allow_download: bool = True) -> Engine
         num_blocks=resolved.num_blocks,
         num_swap_blocks=resolved.num_swap_blocks,
     )
+
+    def most_blocks() -> int:
+        free = torch.cuda.mem_get_info(device)[0] if on_cuda else available_host_bytes()
+        return executor.cache.most_blocks(free)
+
     max_model_len = resolved.max_model_len or geometry.context_length
     logger.info(
         "%s in %s: KV cache %s (%.2f GiB), swap %s (%.2f GiB), context %s",
@@ -103,4 +108,5 @@ def build_engine(config: EngineConfig, *, allow_download: bool = True) -> Engine
         dtype=dtype,
         recorder=recorder,
         shed_load=config.shed_load,
+        most_blocks=most_blocks,
     )

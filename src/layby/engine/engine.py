@@ -17,6 +17,7 @@ from prometheus_client import Gauge
 
 from layby.engine.detokenizer import Detokenizer, StopStrings
 from layby.engine.interfaces import ChatTemplate, Tokenizer
+from layby.engine.kv_pool import KVPoolSize, check_pool_size
 from layby.engine.metrics import BusyLog, EngineMetrics, EngineStats
 from layby.engine.outputs import CompletionDelta, RequestDelta
 from layby.engine.pressure import Load, LoadShedding, PressureGauge
@@ -98,6 +99,7 @@ class Engine:
         device, dtype: What the executor computes on and in, for reports; None: not known.
         shed_load: Refuse new work of the lowest class while memory is saturated.
         pressure: Says when that is; one with the usual marks if None.
+        most_blocks: Gives the largest size that the device pool can have at present; None: any.
         clock: Seconds, monotonic.
         recorder: What the scheduler is recorded by, to be closed with the engine; None: it is not.
 
@@ -122,6 +124,7 @@ class Engine:
         dtype: str | None = None,
         shed_load: bool = False,
         pressure: PressureGauge | None = None,
+        most_blocks: Callable[[], int] | None = None,
         clock: Callable[[], float] = time.monotonic,
         recorder: Recorder | None = None,
     ) -> None:
@@ -139,6 +142,7 @@ class Engine:
         self.defers_text = False
         self.pressure = pressure or PressureGauge()
         self._shedding = LoadShedding(self.pressure) if shed_load else None
+        self._most_blocks = most_blocks
         self._clock = clock
         self._live: dict[str, _Live] = {}
         self._seeds = random.Random(seed) if seed is not None else random.SystemRandom()
@@ -256,6 +260,10 @@ class Engine:
             raise InvalidRequestError(
                 f"a request with id {request.request_id!r} is in progress", param="request_id"
             )
+        if params.max_tokens is None:  # the pool may have shrunk since it was prepared
+            most = self.scheduler.max_output_tokens(request.num_prompt_tokens, request.n)
+            if 0 < most < request.max_tokens:
+                request.shorten(most)
         was_idle = not self._live
         if self._shedding is not None:
             self._shed(request, self._shedding)
@@ -350,8 +358,8 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether there is anything to do."""
-        return bool(self._live)
+        """Whether there is anything to do: requests, or a pool that is to change its size."""
+        return bool(self._live) or (self.error is None and self.scheduler.is_resizing)
 
     def step(self) -> list[RequestDelta]:
         """Decide, compute, commit; return what was added to each request.
@@ -400,6 +408,40 @@ class Engine:
         delta = self._end(live, FinishReason.ABORT, error)
         self._publish()
         return delta
+
+    def resize_kv_pool(self, num_blocks: int) -> KVPoolSize:
+        """Give the device pool another size, while requests run; see ``Scheduler.resize``.
+
+        An idle engine does it at once, a busy one in its next step. What is given up goes back to
+        the system.
+
+        Returns:
+            The size it has now, and the target.
+
+        Raises:
+            InvalidRequestError: There can be no pool of this size.
+            EngineUnavailableError: As ``add_request``.
+        """
+        self._check_alive()
+        device = self.scheduler.device_pool
+        grows = not isinstance(num_blocks, int) or num_blocks > device.num_blocks
+        most = self._most_blocks() if self._most_blocks is not None and grows else None
+        self.scheduler.resize(check_pool_size(num_blocks, most))
+        if not self._live and self.has_unfinished:
+            self.step()
+            self._check_alive()
+        self._publish()
+        logger.info(
+            "the KV pool is to have %s; it has %d",
+            counted(num_blocks, "block"),
+            device.num_blocks,
+        )
+        return self.kv_pool_size()
+
+    def kv_pool_size(self) -> KVPoolSize:
+        """Size of the device pool, as of ``stats``; safe in any thread."""
+        stats = self._stats
+        return KVPoolSize(stats.num_target_blocks, stats.num_blocks, stats.num_free_blocks)
 
     def fail_all(self, why: str) -> list[RequestDelta]:
         """Declare the engine dead; return the last delta of every live request."""
@@ -692,6 +734,7 @@ class Engine:
             waiting=load.waiting,
             swapped=load.swapped,
             num_blocks=device.num_blocks,
+            num_target_blocks=scheduler.target_blocks,
             num_free_blocks=device.num_free,
             num_swap_blocks=swap.num_blocks,
             num_free_swap_blocks=swap.num_free,

@@ -53,6 +53,7 @@ class EngineStats(Mapping[str, Any]):
     Attributes:
         running, waiting, swapped: Requests in each queue now.
         num_blocks, num_free_blocks: Device pool; free includes reusable cached blocks.
+        num_target_blocks: Size that the device pool is to have; see ``Engine.resize_kv_pool``.
         num_swap_blocks, num_free_swap_blocks: The same of the swap pool.
         kv_usage, swap_usage: Share of each pool that is held now, 0 to 1.
         kv_usage_max: Largest ``kv_usage`` at the end of a step.
@@ -78,6 +79,7 @@ class EngineStats(Mapping[str, Any]):
     waiting: int = 0
     swapped: int = 0
     num_blocks: int = 0
+    num_target_blocks: int = 0
     num_free_blocks: int = 0
     num_swap_blocks: int = 0
     num_free_swap_blocks: int = 0
@@ -243,6 +245,9 @@ class _StatsCollector(Collector):
     def _own(self, stats: EngineStats) -> Iterator[Metric]:
         yield GaugeMetricFamily(
             "layby_swapped_queue_size", "Requests parked now.", value=stats.swapped
+        )
+        yield GaugeMetricFamily(
+            "layby_kv_blocks_total", "Blocks of the device pool now.", value=stats.num_blocks
         )
         yield GaugeMetricFamily(
             "layby_preemption_rate", "Preemptions per request.", value=stats.preemption_rate

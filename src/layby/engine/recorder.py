@@ -15,11 +15,13 @@ the configuration in its first line, a scheduler can be led through the same lif
 | `done`  | the outcome of the step decided last, unless a `run` says that it had none        |
 | `cut`   | a stop string ended a sample                                                      |
 | `abort` | a request was aborted or failed                                                   |
+| `size`  | the device pool is to have another size                                           |
 | `hash`  | content of blocks that samples have filled; stands before what depends on it      |
 | `broken`| the scheduler raised an error; what follows proves nothing                        |
 | `close` | the engine was closed in good order                                               |
 
-The dataclasses below say what each line holds; a field at its default is left out.
+The dataclasses below say what each line holds; a field at its default is left out. What the engine
+turns away to shed load never comes to the scheduler, and so is not recorded.
 
 **What is protected.** There is no text, no token id, no name of a request or user and no address.
 Block contents appear as hashes of 48 bits under a key of 256 random bits, which is made anew for
@@ -55,6 +57,7 @@ from typing import IO, Any
 
 from layby.errors import ConfigError, InvalidRequestError, QueueFullError, shown
 from layby.scheduling import (
+    BlockMove,
     FinishReason,
     IdleState,
     Policy,
@@ -186,7 +189,9 @@ class Step:
         scheduled: What else is computed: request, sample, start, number of tokens.
         admitted, resumed, preempted: Requests.
         modes: How each of ``preempted`` left the device.
-        swap_out, swap_in, copies: Block moves: source, destination, source, destination …
+        swap_out, relocated, swap_in, copies: Block moves: source, destination, source,
+            destination …
+        num_blocks: The device pool's new size; 0: it stays.
         digest: Of the plan.
     """
 
@@ -199,8 +204,10 @@ class Step:
     preempted: Ints = field(default_factory=list)
     modes: Strs = field(default_factory=list)
     swap_out: Ints = field(default_factory=list)
+    relocated: Ints = field(default_factory=list)
     swap_in: Ints = field(default_factory=list)
     copies: Ints = field(default_factory=list)
+    num_blocks: int = 0
     digest: str = ""
 
 
@@ -243,6 +250,13 @@ class Abort:
 
 
 @dataclass(slots=True)
+class Resize:
+    """The device pool is to have so many blocks."""
+
+    num_blocks: int
+
+
+@dataclass(slots=True)
 class Hashes:
     """Contents of blocks that lie behind the prompt's full ones: those of sample ``samples[i]`` of
     request ``requests[i]`` which follow its known ones are ``hashes[i]``."""
@@ -265,7 +279,7 @@ class Close:
 
 
 Event = (
-    Head | State | Gap | Arrival | Run | Step | Done | Cut | Abort | Hashes | Broken | Close
+    Head | State | Gap | Arrival | Run | Step | Done | Cut | Abort | Resize | Hashes | Broken | Close
 )  # fmt: skip
 
 _KINDS: dict[str, type[Event]] = {
@@ -278,6 +292,7 @@ _KINDS: dict[str, type[Event]] = {
     "done": Done,
     "cut": Cut,
     "abort": Abort,
+    "size": Resize,
     "hash": Hashes,
     "broken": Broken,
     "close": Close,
@@ -342,8 +357,10 @@ _KEYS = {
     "preempted": "out",
     "modes": "how",
     "swap_out": "so",
+    "relocated": "rl",
     "swap_in": "si",
     "copies": "cp",
+    "num_blocks": "size",
     "stops": "stop",
     "ended": "end",
     "sample": "i",
@@ -465,14 +482,16 @@ def is_steady(plan: StepPlan) -> bool:
         or plan.resumed
         or plan.preempted
         or plan.swap_out
+        or plan.relocate
         or plan.swap_in
         or plan.copy
+        or plan.num_blocks
     )
 
 
 class PlanDigest:
-    """A short digest of plans: what is computed and in which blocks, all moves, who was let in with
-    what wishes, and the time."""
+    """A short digest of plans: what is computed and in which blocks, all moves, the pool's size, who
+    was let in with what wishes, and the time."""
 
     __slots__ = ("_hash", "_is_new")
 
@@ -499,7 +518,8 @@ class PlanDigest:
             numbers += (seq.request.order, seq.index, item.start, item.num_tokens)
             numbers += (len(item.samplers), len(seq.block_table))
             numbers += seq.block_table
-        for moves in (plan.swap_out, plan.swap_in, plan.copy):
+        numbers.append(plan.num_blocks or 0)
+        for moves in (plan.swap_out, plan.relocate, plan.swap_in, plan.copy):
             numbers.append(len(moves))
             for move in moves:
                 numbers += move
@@ -532,11 +552,17 @@ def step_event(plan: StepPlan) -> Step:
         resumed=[request.order for request in plan.resumed],
         preempted=[request.order for request, _ in plan.preempted],
         modes=[mode.value for _, mode in plan.preempted],
-        swap_out=[block for move in plan.swap_out for block in move],
-        swap_in=[block for move in plan.swap_in for block in move],
-        copies=[block for move in plan.copy for block in move],
+        swap_out=_flat(plan.swap_out),
+        relocated=_flat(plan.relocate),
+        swap_in=_flat(plan.swap_in),
+        copies=_flat(plan.copy),
+        num_blocks=plan.num_blocks or 0,
         digest=digest.text(),
     )
+
+
+def _flat(moves: Iterable[BlockMove]) -> list[int]:
+    return [block for move in moves for block in move]
 
 
 def ending(request: Request) -> list[int]:
@@ -699,7 +725,6 @@ class Recorder:
         self._run_times: list[float] = []
         self._run_start = (0, 0)  # number of the first step, requests that decode
         self._run_digest = PlanDigest()
-        self._has_open_plan = False
         self._ended: list[Request] = []  # since lines were last handed over
         self._num_hashed: dict[Sequence, int] = {}  # blocks of which the content is written
 
@@ -755,7 +780,6 @@ class Recorder:
 
     def decided(self, plan: StepPlan) -> None:
         """A step was decided."""
-        self._has_open_plan = True
         if is_steady(plan):
             if not self._run_times or self._run_start[1] != plan.num_steady:
                 self._end_run()
@@ -771,7 +795,6 @@ class Recorder:
 
     def updated(self, plan: StepPlan, finished: SequenceOf[Request], now: float) -> None:
         """The outcome of the step came."""
-        self._has_open_plan = False
         stops = [
             [r.order, 0] for r in finished if r.n == 1 and r.sequences[0].stop_token is not None
         ]
@@ -803,6 +826,11 @@ class Recorder:
         """A request was aborted, or failed."""
         self._add(Abort(request.order, [self._code(now)], ending(request)[1:], reason.value))
         self._ended.append(request)
+        self._pause()
+
+    def resized(self, num_blocks: int) -> None:
+        """The device pool is to have so many blocks."""
+        self._add(Resize(num_blocks))
         self._pause()
 
     def broken(self, fault: BaseException) -> None:
@@ -840,7 +868,7 @@ class Recorder:
         """After every event: time to hand something over?"""
         if not self._scheduler.requests:
             self._hand_over()
-            if not self._has_open_plan:
+            if self._scheduler.is_idle:
                 self._be_idle()
         elif time.monotonic() - self._handed_over_s >= FLUSH_S:
             self._hand_over()
@@ -1011,6 +1039,11 @@ class RecordedScheduler(Scheduler):
         if request is not None:
             self._tell(self.recorder.aborted, request, reason, self._watched.last)
         return request
+
+    def resize(self, num_blocks: int) -> None:
+        """See ``Scheduler``."""
+        super().resize(num_blocks)
+        self._tell(self.recorder.resized, num_blocks)
 
     def _tell(self, method: Callable[..., None], *args: object, **named: object) -> None:
         if self.recorder.error is None:

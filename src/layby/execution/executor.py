@@ -54,6 +54,8 @@ class Executor(Protocol):
     def execute(self, plan: StepPlan) -> StepResult:
         """Do the plan's block moves in order, then its forward pass, and sample.
 
+        If the device pool changes its size, it grows before the moves or shrinks after them.
+
         Raises:
             Exception: The step failed as a whole; nothing of it may be used.
         """

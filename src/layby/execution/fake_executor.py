@@ -51,7 +51,7 @@ class FakeExecutor:
         failing_requests: Request ids; each fails alone in every step that samples it.
         failing_steps: Step number → the exception to raise in it.
         steps: Steps executed.
-        moved_blocks: Blocks swapped out, swapped in and copied so far.
+        moved_blocks: Blocks swapped out, swapped in, relocated and copied so far.
         computed_tokens: Rows computed so far.
     """
 
@@ -85,9 +85,12 @@ class FakeExecutor:
         if plan.step in self.failing_steps:
             raise self.failing_steps[plan.step]
         self.steps += 1
+        self._device.grow(plan.num_blocks)
         self._move(plan.swap_out, self._device, self._swap)
+        self._move(plan.relocate, self._device, self._device)
         self._move(plan.swap_in, self._swap, self._device)
         self._move(plan.copy, self._device, self._device)
+        self._device.shrink(plan.num_blocks)
         for item in plan.scheduled:
             self._write(item)
         # Only now: rows may attend to what other sequences store in the same step.
@@ -251,6 +254,17 @@ class _Pool:
     def write(self, number: int, content: _Block) -> None:
         self._check(number)
         self._blocks[number] = content
+
+    def grow(self, num_blocks: int | None) -> None:
+        """Let there be so many blocks, if there are fewer; None: it stays as it is."""
+        if num_blocks is not None and self._num_blocks is not None:
+            self._num_blocks = max(num_blocks, self._num_blocks)
+
+    def shrink(self, num_blocks: int | None) -> None:
+        """Drop the blocks from this number on; None: it stays as it is."""
+        if num_blocks is not None:
+            self._num_blocks = num_blocks
+            self._blocks = {n: block for n, block in self._blocks.items() if n < num_blocks}
 
     def _check(self, number: int) -> None:
         size = self._num_blocks

@@ -48,9 +48,7 @@ class TorchExecutor:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """See ``Executor``."""
-        self.cache.swap_out(plan.swap_out)
-        self.cache.swap_in(plan.swap_in)
-        self.cache.copy(plan.copy)
+        self._move(plan)
         num_samples = sum(len(item.samplers) for item in plan.scheduled)
         result = StepResult([0] * num_samples, failures=self._unreadable(plan))
         batch = self._batches.build(plan, without=frozenset(result.failures))
@@ -68,6 +66,18 @@ class TorchExecutor:
         """See ``Executor``. The executor must not be used afterwards."""
         self.cache.synchronize()
         del self.cache
+
+    def _move(self, plan: StepPlan) -> None:
+        """The plan's moves; the pool grows before and shrinks after them."""
+        cache, num_blocks = self.cache, plan.num_blocks
+        if num_blocks is not None and num_blocks > cache.num_blocks:
+            cache.resize(num_blocks)
+        cache.swap_out(plan.swap_out)
+        cache.copy(plan.relocate)
+        cache.swap_in(plan.swap_in)
+        cache.copy(plan.copy)
+        if num_blocks is not None and num_blocks < cache.num_blocks:
+            cache.resize(num_blocks)
 
     def _unreadable(self, plan: StepPlan) -> dict[str, str]:
         """Requests with a token that the model does not have: they must not fail the batch.

@@ -7,6 +7,7 @@ One verb per move, each with the question that must be asked first::
     can_park    → park       device → swap pool
     resume_need → resume     swap pool → device; content still on the device is not moved
                   drop       device → nowhere: the tokens stay, their KV does not
+                  relocate   stranded blocks → free blocks of a device pool that shrinks
                   fork       samples share what their prompt has computed
                   release    a sequence has ended
 """
@@ -14,7 +15,7 @@ One verb per move, each with the question that must be asked first::
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 from layby.scheduling.blocks import BlockPool
@@ -39,6 +40,10 @@ class KVMemory:
         num_blocks, num_swap_blocks: Pool sizes in blocks.
         block_size: Token slots per block.
         enable_prefix_caching: Find full blocks by content.
+
+    Attributes:
+        target_blocks: Size that the device pool is to have; new requests must fit into it. The
+            pool itself is larger while a live request may come to need more.
     """
 
     def __init__(
@@ -46,6 +51,7 @@ class KVMemory:
     ) -> None:
         self.device = BlockPool(num_blocks)
         self.swap = BlockPool(num_swap_blocks)
+        self.target_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         # Swap blocks being read by the step in flight: swap-outs are executed before swap-ins, so
@@ -74,16 +80,16 @@ class KVMemory:
         return shared + n * (self.blocks_for(num_prompt_tokens + max_tokens - 1) - shared)
 
     def max_output_tokens(self, num_prompt_tokens: int, n: int) -> int:
-        """Largest ``max_tokens`` whose worst case fits the device pool; 0 if the prompt does not.
+        """Largest ``max_tokens`` whose worst case fits the target; 0 if the prompt does not.
 
         O(1).
         """
         shared = num_prompt_tokens // self.block_size
-        per_sequence = (self.device.num_blocks - shared) // n
+        per_sequence = (self.target_blocks - shared) // n
         positions = (shared + per_sequence) * self.block_size
         if per_sequence >= 0 and positions > num_prompt_tokens:
             return positions - num_prompt_tokens + 1
-        return int(self.blocks_for(num_prompt_tokens) <= self.device.num_blocks)
+        return int(self.blocks_for(num_prompt_tokens) <= self.target_blocks)
 
     def held_blocks(self, request: Request) -> int:
         """Different device blocks in the request's tables."""
@@ -251,6 +257,32 @@ class KVMemory:
         if offset == 0 or place >= len(seq.block_table):
             return None  # the next token starts a block of its own, or none is stored yet
         return place if self.device.ref_count(seq.block_table[place]) > 1 else None
+
+    def relocate(self, running: Iterable[Request]) -> tuple[list[BlockMove], list[Request]]:
+        """Move stranded blocks into free ones. Only called when there are as many.
+
+        Returns:
+            The moves to make, none for blocks without anything computed in them, and the requests
+            whose tables have changed.
+        """
+        limit = self.device.limit
+        new_of: dict[int, int] = {}
+        stored: set[int] = set()
+        moved: dict[Request, None] = {}
+        for request in running:
+            for seq in request.sequences:
+                num_stored = self.blocks_for(seq.num_computed)
+                for place, block in enumerate(seq.block_table):
+                    if block < limit:
+                        continue
+                    if block not in new_of:
+                        new_of[block] = self.device.relocate(block)
+                    if place < num_stored:
+                        stored.add(block)
+                    seq.block_table[place] = new_of[block]
+                    moved[request] = None
+        moves = [BlockMove(block, new) for block, new in new_of.items() if block in stored]
+        return moves, list(moved)
 
     def fork(self, request: Request) -> None:
         """Let the other samples share what the first has computed of the prompt."""
@@ -429,7 +461,7 @@ class KVMemory:
         in_swap = Counter(b for r in requests for seq in r.sequences for b in seq.swap_table)
         in_swap.update(self._leaving)
         for pool, tables in ((self.device, on_device), (self.swap, in_swap)):
-            for block in range(pool.num_blocks):
+            for block in range(pool.extent):
                 assert pool.ref_count(block) == tables[block], (
                     f"block {block} counts {pool.ref_count(block)} holders, "
                     f"but stands {tables[block]} times in the tables"

@@ -41,7 +41,8 @@ class ScheduledSequence:
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step: moves first (``swap_out``, then ``swap_in``, then ``copy``), then the forward pass.
+    """One step: moves first, in the order ``swap_out``, ``relocate``, ``swap_in``, ``copy``; then
+    the forward pass.
 
     Within one list all reads come before all writes, so a block may be the source of one move and
     the destination of another.
@@ -52,8 +53,11 @@ class StepPlan:
         scheduled: What the forward pass computes: first who goes on as before, then the others in
             running order.
         swap_out: Device block → swap block.
+        relocate: Device block → device block, out of the end of a pool that shrinks.
         swap_in: Swap block → device block.
         copy: Device block → device block (copy-on-write).
+        num_blocks: The device pool's new size, None if it stays. Blocks that come with it may be
+            used by this step's moves; those that go are free once its moves are done.
         preempted: Requests that left the device in this step, and how.
         resumed: Requests that came back from the swap pool in this step.
         admitted: Requests that came from the waiting queue in this step.
@@ -66,8 +70,10 @@ class StepPlan:
     now: float
     scheduled: list[ScheduledSequence] = field(default_factory=list)
     swap_out: list[BlockMove] = field(default_factory=list)
+    relocate: list[BlockMove] = field(default_factory=list)
     swap_in: list[BlockMove] = field(default_factory=list)
     copy: list[BlockMove] = field(default_factory=list)
+    num_blocks: int | None = None
     preempted: list[tuple[Request, PreemptionMode]] = field(default_factory=list)
     resumed: list[Request] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
@@ -78,4 +84,5 @@ class StepPlan:
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to do at all."""
-        return not (self.scheduled or self.swap_out or self.swap_in or self.copy)
+        moves = self.swap_out or self.relocate or self.swap_in or self.copy
+        return not (self.scheduled or moves) and self.num_blocks is None

@@ -319,6 +319,11 @@ class Request:
             return int(self.sequences[0].finish_reason is None)
         return self.n - sum(seq.finish_reason is not None for seq in self.sequences)
 
+    def shorten(self, max_tokens: int) -> None:
+        """Allow fewer output tokens per sequence than before; only before it is queued."""
+        self.max_tokens = max_tokens
+        self.sequences[0].most_tokens = self.num_prompt_tokens + max_tokens
+
     def fork(self) -> None:
         """Give every sample its own sequence, each with the tokens of the first."""
         tokens = self.sequences[0].tokens

@@ -8,14 +8,14 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from enum import Enum
 
-from layby.errors import InvalidRequestError
+from layby.errors import ConfigError, InvalidRequestError
 from layby.scheduling.blocks import BlockPool, PoolState
 from layby.scheduling.budget import SchedulingBudget
 from layby.scheduling.config import SchedulerConfig
 from layby.scheduling.intake import Intake
 from layby.scheduling.memory import KVMemory
 from layby.scheduling.metrics import SchedulerMetrics
-from layby.scheduling.plan import PreemptionMode, ScheduledSequence, StepPlan
+from layby.scheduling.plan import BlockMove, PreemptionMode, ScheduledSequence, StepPlan
 from layby.scheduling.policy import POLICIES, Phase, Policy
 from layby.scheduling.queues import RequestQueue
 from layby.scheduling.request import FinishReason, Request, RequestStatus, Sequence
@@ -101,6 +101,7 @@ class Scheduler:
         self.waiting = RequestQueue(self.policy.urgency)
         self.running = RequestQueue(self.policy.urgency)
         self.swapped = RequestQueue(self.policy.urgency)
+        self._executor_blocks = config.num_blocks  # what it was last told of the device pool
         self.requests: dict[str, Request] = {}
         # The running queue again, divided: those that go on by themselves, and the others.
         self._steady = SteadyDecodes()
@@ -168,6 +169,8 @@ class Scheduler:
             RuntimeError: ``update`` has not been called for the plan before.
         """
         step = self._stand_fast()
+        if self.is_resizing:
+            self._change_pool(step)
         for phase in self.policy.phases:
             match phase:
                 case Phase.SWAPPED:
@@ -227,7 +230,9 @@ class Scheduler:
     def _schedule_swapped(self, step: _Step) -> None:
         """Bring parked requests back, most urgent first; nobody overtakes the first that must
         stay. A more urgent class that waits goes ahead."""
-        if step.plan.preempted and not self.policy.resumes_after_preemption:
+        if step.plan.preempted and not (
+            self.policy.resumes_after_preemption and step.plan.num_blocks is None
+        ):
             return
         while (request := self.swapped.head) is not None:
             newcomer = self.waiting.head
@@ -324,7 +329,7 @@ class Scheduler:
         if mode is PreemptionMode.SWAP:
             victim.move_to(RequestStatus.SWAPPED)
             moves = self.memory.park(victim)
-            step.plan.swap_out += moves
+            step.plan.swap_out += _before(step.plan.relocate, moves)
             self.metrics.swapped_out_blocks += len(moves)
             victim.swapped_since = step.plan.now
             self.swapped.add(victim)
@@ -381,6 +386,8 @@ class Scheduler:
         for seq in request.sequences:
             self.memory.release(seq)
         del self.requests[request.request_id]
+        if self.memory.device.limit > self.memory.target_blocks:
+            self._aim()  # it may have been the one that kept the pool large
 
     def _join_running(self, request: Request, step: _Step) -> None:
         self.running.add(request)
@@ -645,6 +652,59 @@ class Scheduler:
             for seq in sequences
         )
 
+    # --- the pool's size ---
+
+    def resize(self, num_blocks: int) -> None:
+        """Give the device pool another size; the next step makes it so.
+
+        Who must give way is parked, the least urgent first. Whatever was accepted must still be
+        able to finish: while a live request may come to need more blocks than these, the pool
+        stays as large as that, and shrinks further as such requests end. New requests must fit
+        into ``num_blocks`` from now on. The swap pool stays as it is.
+
+        Raises:
+            ConfigError: ``num_blocks`` is no whole number from 1 up.
+        """
+        if isinstance(num_blocks, bool) or not isinstance(num_blocks, int) or num_blocks < 1:
+            raise ConfigError(f"num_blocks must be an integer of at least 1, got {num_blocks!r}")
+        self.memory.target_blocks = num_blocks
+        self._aim()
+
+    @property
+    def target_blocks(self) -> int:
+        """Size of the device pool that was asked for last."""
+        return self.memory.target_blocks
+
+    @property
+    def is_resizing(self) -> bool:
+        """Whether the next step changes the size of the device pool."""
+        return self.memory.device.limit != self._executor_blocks
+
+    def _aim(self) -> None:
+        """Go for the target, or for what the most demanding live request may come to need."""
+        needs = map(self.memory.worst_case_blocks, self.requests.values())
+        limit = max(self.memory.target_blocks, max(needs, default=0))
+        if limit != self.memory.device.limit:
+            self.memory.device.resize(limit)
+            self._is_quiet = False
+
+    def _change_pool(self, step: _Step) -> None:
+        """Empty the blocks that are given up, by parking if there is no room for what they hold.
+
+        One running request at least stays: the pool is never smaller than its need.
+        """
+        device = self.memory.device
+        while len(self.running) > 1 and (
+            device.num_stranded + step.set_aside_blocks > device.num_free
+        ):
+            self._preempt(self.policy.victim(self.running), step)
+        step.plan.relocate, moved = self.memory.relocate(self.running)
+        for request in moved:  # who knows their block tables by heart must look again
+            if self._steady.discard(request):
+                self._attended.add(request)
+        device.trim()
+        step.plan.num_blocks = self._executor_blocks = device.limit
+
     # --- ending early ---
 
     def finish_sequence(self, seq: Sequence, reason: FinishReason = FinishReason.STOP) -> bool:
@@ -690,14 +750,18 @@ class Scheduler:
         """The blocks parked work lies in."""
         return self.memory.swap
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is there, in flight or about to happen: pools that nobody uses."""
+        return not (self.requests or self._open_plan is not None or self.is_resizing)
+
     def idle_state(self) -> IdleState:
         """What to ``restore`` in a new scheduler, for it to decide as this one will.
 
         Raises:
-            ValueError: There are requests, or a step is in flight.
+            ValueError: It is not idle.
         """
-        if self.requests or self._open_plan is not None:
-            raise ValueError(f"the scheduler is not idle: it has {len(self.requests)} requests")
+        self._check_idle()
         return IdleState(
             self._num_steps,
             self._num_added,
@@ -708,14 +772,24 @@ class Scheduler:
     def restore(self, state: IdleState) -> None:
         """Go on where an idle scheduler of the same configuration was.
 
+        The device pool gets the size that it had.
+
         Raises:
-            ValueError: There are requests, or the state is of pools of another size.
+            ValueError: This one is not idle, or the state is of no such scheduler.
         """
-        if self.requests or self._open_plan is not None:
-            raise ValueError(f"the scheduler is not idle: it has {len(self.requests)} requests")
+        self._check_idle()
+        num_blocks = len(state.device.free) + len(state.device.cached)
+        if num_blocks != self.memory.device.num_blocks:
+            self.memory.device.resize(num_blocks)
+            self.memory.device.trim()
+            self.memory.target_blocks = self._executor_blocks = num_blocks
         self.memory.device.restore(state.device)
         self.memory.swap.restore(state.swap)
         self._num_steps, self._num_added = state.num_steps, state.num_added
+
+    def _check_idle(self) -> None:
+        if not self.is_idle:
+            raise ValueError(f"the scheduler is not idle: it has {len(self.requests)} requests")
 
     def check_integrity(self) -> None:
         """Verify that queues, requests and block pools agree.
@@ -743,3 +817,13 @@ class Scheduler:
                 assert not seq.block_table or request.status is RequestStatus.RUNNING
                 assert not seq.swap_table or request.status is RequestStatus.SWAPPED
         self.memory.check_integrity(list(self.requests.values()))
+        if not self.is_resizing:
+            assert self.memory.device.num_stranded == 0
+
+
+def _before(relocated: list[BlockMove], moves: list[BlockMove]) -> list[BlockMove]:
+    """The same moves out of the places that the blocks have before they are relocated."""
+    if not relocated:
+        return moves
+    old_of = {move.dst: move.src for move in relocated}
+    return [BlockMove(old_of.get(move.src, move.src), move.dst) for move in moves]

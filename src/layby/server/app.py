@@ -13,6 +13,7 @@ from fastapi.responses import HTMLResponse, RedirectResponse, Response
 import layby
 from layby.engine.async_engine import LONG_WORK, PROMPT_WORK
 from layby.errors import ConfigError, InvalidRequestError, counted, prefixed, shown
+from layby.server.admin import ADMIN_BODIES, add_admin_routes
 from layby.server.answers import ChatAnswer, CompletionAnswer, Echo
 from layby.server.docs_page import render_docs
 from layby.server.errors import UnknownModelError, error_answer, install_error_handlers
@@ -50,16 +51,22 @@ _DESCRIPTION: Final = (
 )
 
 
-def create_app(engine: AsyncEngine, *, api_key: str | Sequence[str] | None = None) -> FastAPI:
+def create_app(
+    engine: AsyncEngine,
+    *,
+    api_key: str | Sequence[str] | None = None,
+    admin_api_key: str | None = None,
+) -> FastAPI:
     """Make the application around a started engine.
 
     Args:
         engine: Runs the requests. The caller starts it and shuts it down.
         api_key: One key or several, any of which opens the paths that are not in
             ``OPEN_PATHS``; None asks for none.
+        admin_api_key: Opens the paths under ``/admin/``; None: there are none.
 
     Raises:
-        ConfigError: A key is empty or not ASCII.
+        ConfigError: A key is empty or not ASCII, or the admin's is one that others have, too.
     """
     app = FastAPI(
         title="Layby",
@@ -71,14 +78,18 @@ def create_app(engine: AsyncEngine, *, api_key: str | Sequence[str] | None = Non
     )
     app.add_middleware(Edge, engine=engine)
     keys = _api_keys(api_key)
-    if keys:
-        app.add_middleware(ApiKeyGuard, api_keys=keys)
+    if not set(keys).isdisjoint([] if admin_api_key is None else _api_keys([admin_api_key])):
+        raise ConfigError("the admin's API key must differ from the others")
+    if keys or admin_api_key is not None:
+        app.add_middleware(ApiKeyGuard, api_keys=keys, admin_api_key=admin_api_key)
     install_error_handlers(app)
     created = int(time.time())
     _add_generating_routes(app, engine)
     _add_model_routes(app, engine, created)
     _add_operator_routes(app, engine)
-    _describe_bodies(app)
+    if admin_api_key is not None:
+        add_admin_routes(app, engine)
+    _describe_bodies(app, () if admin_api_key is None else ADMIN_BODIES)
     return app
 
 
@@ -366,19 +377,21 @@ def _takes(model: type[Body]) -> dict[str, Any]:
     }
 
 
-def _describe_bodies(app: FastAPI) -> None:
-    """Add the models that ``_takes`` refers to to the app's OpenAPI description."""
+def _describe_bodies(app: FastAPI, others: Sequence[type[Body]]) -> None:
+    """Add the models that ``_takes`` refers to, and others, to the app's OpenAPI description."""
     describe_routes = app.openapi
+    models: list[type[Body]] = [
+        ChatCompletionRequest,
+        CompletionRequest,
+        TokenizeRequest,
+        DetokenizeRequest,
+        *others,
+    ]
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             schemas = describe_routes().setdefault("components", {}).setdefault("schemas", {})
-            for model in (
-                ChatCompletionRequest,
-                CompletionRequest,
-                TokenizeRequest,
-                DetokenizeRequest,
-            ):
+            for model in models:
                 described = model.model_json_schema(ref_template="#/components/schemas/{model}")
                 schemas.update(described.pop("$defs", {}))
                 schemas[model.__name__] = described

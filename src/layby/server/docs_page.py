@@ -73,9 +73,9 @@ def example_curl(
         return f"curl {url}"
     body = json.dumps(_example_body(path, model), ensure_ascii=False)
     key = "  -H 'Authorization: Bearer KEY' \\\n" if needs_key else ""
-    return (
-        f"curl {url} \\\n{key}  -H 'Content-Type: application/json' \\\n  -d {_shell_quoted(body)}"
-    )
+    verb = "" if method == "POST" else f" -X {method}"
+    header = "  -H 'Content-Type: application/json' \\\n"
+    return f"curl{verb} {url} \\\n{key}{header}  -d {_shell_quoted(body)}"
 
 
 def _example_body(path: str, model: str) -> dict[str, Any]:
@@ -86,6 +86,8 @@ def _example_body(path: str, model: str) -> dict[str, Any]:
         case "/v1/completions":
             prompt = "Once upon a time"
             return {"model": model, "prompt": prompt, "max_tokens": 64, "temperature": 0}
+        case "/admin/kv-pool":
+            return {"blocks": 4096}
         case "/tokenize":
             return {"prompt": "Once upon a time"}
         case _:

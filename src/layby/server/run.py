@@ -37,6 +37,7 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     api_key: str | Sequence[str] | None = None,
+    admin_api_key: str | None = None,
     drain_timeout_s: float = 30.0,
 ) -> None:
     """Load the model and serve it until a signal ends the process.
@@ -46,6 +47,7 @@ def serve(
         host: Address to listen on.
         port: Port to listen on; 0 takes a free one.
         api_key: One key or several; None leaves the API open.
+        admin_api_key: Opens the paths under ``/admin/``; None: there are none.
         drain_timeout_s: How long accepted work may go on after the first signal, in seconds.
 
     Raises:
@@ -60,6 +62,7 @@ def serve(
         host=host,
         port=port,
         api_key=api_key,
+        admin_api_key=admin_api_key,
         drain_timeout_s=drain_timeout_s,
     )
 
@@ -70,6 +73,7 @@ def serve_engine(
     host: str,
     port: int,
     api_key: str | Sequence[str] | None = None,
+    admin_api_key: str | None = None,
     drain_timeout_s: float = 30.0,
 ) -> None:
     """The same for an engine that ``build`` makes once the port is ours."""
@@ -77,7 +81,7 @@ def serve_engine(
     try:
         with _signals_exit():
             engine = build()
-            app = create_app(engine, api_key=api_key)
+            app = create_app(engine, api_key=api_key, admin_api_key=admin_api_key)
         config = uvicorn.Config(
             app,
             http="auto",

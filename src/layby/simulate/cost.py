@@ -105,7 +105,7 @@ class StepLoad:
             num_sequences=len(plan.scheduled),
             blocks_out=len(plan.swap_out),
             blocks_in=len(plan.swap_in),
-            blocks_copied=len(plan.copy),
+            blocks_copied=len(plan.copy) + len(plan.relocate),
         )
         for item in plan.scheduled:
             load.num_samples += len(item.samplers)

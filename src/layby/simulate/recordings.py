@@ -28,6 +28,7 @@ from layby.engine.recorder import (
     Hashes,
     Head,
     PlanDigest,
+    Resize,
     Run,
     State,
     Step,
@@ -224,6 +225,7 @@ class Summary:
         admitted, resumed: Requests that came in from the waiting and from the swapped queue.
         preempted_swap, preempted_recompute: Requests that left the device.
         swapped_out_blocks, swapped_in_blocks: Blocks moved.
+        resized: Times that the device pool got another size.
         swapped_s: How long requests were parked, all together, in seconds.
         duration_s: First event to last, in seconds.
     """
@@ -244,6 +246,7 @@ class Summary:
     preempted_recompute: int = 0
     swapped_out_blocks: int = 0
     swapped_in_blocks: int = 0
+    resized: int = 0
     swapped_s: float = 0.0
     duration_s: float = 0.0
 
@@ -300,6 +303,7 @@ class _Counter:
             self._end_parking(request, now)
         summary.swapped_out_blocks += len(step.swap_out) // 2
         summary.swapped_in_blocks += len(step.swap_in) // 2
+        summary.resized += bool(step.num_blocks)
 
     def _end_parking(self, request: int, now: float) -> None:
         since = self._swapped_since.pop(request, None)
@@ -456,6 +460,8 @@ class Replay:
                 self._cut(event, self._scheduler)
             case Abort():
                 self._abort(event, self._scheduler)
+            case Resize():
+                self._scheduler.resize(event.num_blocks)
 
     # --- what comes from outside ---
 
