@@ -1,8 +1,8 @@
 """The engine for asyncio: its loop runs in a thread, every request is an async iterator.
 
 Two threads meet here. The engine's thread alone touches the engine; it takes commands (submit,
-abort, end) between two steps and sleeps when there is nothing to do. The event loop's thread alone
-touches the streams; it gets everything that a step brought in one call.
+abort, end, another class) between two steps and sleeps when there is nothing to do. The event
+loop's thread alone touches the streams; it gets everything that a step brought in one call.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import TypeVar
 
 from layby.engine.config import EngineConfig
-from layby.engine.engine import Engine, PreparedRequest
+from layby.engine.engine import Engine, PreparedRequest, check_priority
 from layby.engine.interfaces import ChatTemplate, Tokenizer
 from layby.engine.metrics import EngineStats
 from layby.engine.outputs import CompletionDelta, RequestDelta
@@ -153,6 +153,16 @@ class _Abort:
     stream: RequestStream
 
 
+@dataclass(frozen=True, slots=True)
+class _SetPriority:
+    """Put requests into another class; the future gets how many of them were live."""
+
+    request_ids: Sequence[str]
+    priority: int
+    loop: asyncio.AbstractEventLoop
+    done: asyncio.Future[int]
+
+
 class AsyncEngine:
     """An :class:`Engine` in a thread of its own, for any number of asyncio tasks.
 
@@ -164,7 +174,7 @@ class AsyncEngine:
         engine.defers_text = True  # streams read their deltas in the event loop's thread
         self._workers = Workers(NUM_WORKERS)
         self._wake = threading.Condition()  # guards the four below
-        self._commands: deque[_Submit | _Abort] = deque()
+        self._commands: deque[_Submit | _Abort | _SetPriority] = deque()
         self._draining = False
         self._cut_off: EngineDrainingError | None = None  # end what is left, for this reason
         self._closed = False  # no command is read any more
@@ -331,6 +341,32 @@ class AsyncEngine:
         finally:
             stream.close()
 
+    async def set_priority(self, request_id: str, priority: int) -> bool:
+        """Put a live request into another class, in whichever queue it is.
+
+        When this returns, the engine's next step knows.
+
+        Args:
+            request_id: Whose.
+            priority: Its class; a smaller number is more urgent.
+
+        Returns:
+            Whether there is such a request; it may just have ended.
+
+        Raises:
+            InvalidRequestError: ``priority`` is no integer.
+        """
+        return await self.set_priorities([request_id], priority) > 0
+
+    async def set_priorities(self, request_ids: Sequence[str], priority: int) -> int:
+        """The same for several requests, before one and the same step; how many were live."""
+        check_priority(priority)
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[int] = loop.create_future()
+        if not self._command(_SetPriority(request_ids, priority, loop, done)):
+            return 0
+        return await done
+
     # --- checks, safe in any thread ---
 
     def encode(
@@ -430,8 +466,8 @@ class AsyncEngine:
             raise
         return streams
 
-    def _command(self, command: _Submit | _Abort) -> None:
-        """Leave a command for the engine's thread.
+    def _command(self, command: _Submit | _Abort | _SetPriority) -> bool:
+        """Leave a command for the engine's thread; False if nobody reads it any more.
 
         Raises:
             EngineUnavailableError: It is a submission, and nobody reads it any more.
@@ -439,10 +475,11 @@ class AsyncEngine:
         with self._wake:
             if isinstance(command, _Submit):
                 self._check_open()
-            elif self._closed:
-                return
+            elif self._closed or self._thread is None:
+                return False
             self._commands.append(command)
             self._wake.notify()
+        return True
 
     def _end_unfinished(self, limit_s: float) -> None:
         with self._wake:
@@ -479,6 +516,8 @@ class AsyncEngine:
         for command in commands:
             if isinstance(command, _Submit):
                 self._submit(command)
+            elif isinstance(command, _SetPriority):
+                self._set_priorities(command)
             elif self._streams.get(command.stream.request_id) is command.stream:
                 self._abort(command.stream.request_id)
         if cut_off is not None:
@@ -502,7 +541,14 @@ class AsyncEngine:
                 self._engine.abort(request_id)
         else:
             self._streams.update((stream.request_id, stream) for stream in command.streams)
-        self._post(command.loop, partial(_resolve, command.done, error))
+        if error is None:
+            self._post(command.loop, partial(_resolve, command.done, None))
+        else:
+            self._post(command.loop, partial(_refuse, command.done, error))
+
+    def _set_priorities(self, command: _SetPriority) -> None:
+        found = sum(self._engine.set_priority(r, command.priority) for r in command.request_ids)
+        self._post(command.loop, partial(_resolve, command.done, found))
 
     def _abort(self, request_id: str, error: LaybyError | None = None) -> None:
         delta = self._engine.abort(request_id, error)
@@ -541,7 +587,9 @@ class AsyncEngine:
         error = self.error or EngineDrainingError("the engine has shut down")
         for command in commands:
             if isinstance(command, _Submit):
-                self._post(command.loop, partial(_resolve, command.done, error))
+                self._post(command.loop, partial(_refuse, command.done, error))
+            elif isinstance(command, _SetPriority):
+                self._post(command.loop, partial(_resolve, command.done, 0))
         streams, self._streams = self._streams, {}
         for stream in streams.values():  # none, unless the loop itself failed
             self._post(stream.loop, partial(stream._force_end, "error", error))
@@ -555,12 +603,13 @@ def _work_of(prompts: Sequence[str | Sequence[int]]) -> int:
     )
 
 
-def _resolve(done: asyncio.Future[None], error: Exception | None) -> None:
-    if done.done():  # the submitter was cancelled meanwhile
-        return
-    if error is None:
-        done.set_result(None)
-    else:
+def _resolve(done: asyncio.Future[T], result: T) -> None:
+    if not done.done():  # else the caller was cancelled meanwhile
+        done.set_result(result)
+
+
+def _refuse(done: asyncio.Future[T], error: Exception) -> None:
+    if not done.done():
         done.set_exception(error)
 
 

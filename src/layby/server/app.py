@@ -31,10 +31,12 @@ from layby.server.protocol import (
     Health,
     ModelCard,
     ModelList,
+    PriorityRequest,
     Text,
     TokenizeRequest,
     Tokens,
 )
+from layby.server.requests import add_request_routes
 
 if TYPE_CHECKING:
     from layby.engine import AsyncEngine
@@ -76,6 +78,7 @@ def create_app(engine: AsyncEngine, *, api_key: str | Sequence[str] | None = Non
     install_error_handlers(app)
     created = int(time.time())
     _add_generating_routes(app, engine)
+    add_request_routes(app, engine, has_keys=bool(keys))
     _add_model_routes(app, engine, created)
     _add_operator_routes(app, engine)
     _describe_bodies(app)
@@ -372,6 +375,7 @@ def _describe_bodies(app: FastAPI) -> None:
                 CompletionRequest,
                 TokenizeRequest,
                 DetokenizeRequest,
+                PriorityRequest,
             ):
                 described = model.model_json_schema(ref_template="#/components/schemas/{model}")
                 schemas.update(described.pop("$defs", {}))
