@@ -71,8 +71,10 @@ def test_a_live_request_is_moved_from_the_event_loop() -> None:
             assert engine.stats().preemptions_swap == 1
             assert await engine.set_priority("low", -1)  # parked
             assert await engine.set_priority("other", 1)  # running
-            _ = [delta async for delta in low]
-            assert engine.stats().requests_finished == 1
+            late = await engine.submit("x", params(2), request_id="late")
+            end_s = [delta.time_s async for delta in low][-1]
+            start_s = [delta.time_s async for delta in late][0]
+            assert end_s < start_s  # although its class was the best of those at first
             assert not await engine.set_priority("low", 0)
             with pytest.raises(InvalidRequestError):
                 await engine.set_priority("other", "high")  # type: ignore[arg-type]
