@@ -92,11 +92,15 @@ class Harness:
         """One step, one second; everything is checked before and after."""
         self.now += 1.0
         scheduler = self.scheduler
+        # What the step does first itself; the second time it changes nothing.
+        scheduler._classes.promote(self.now)
+        scheduler._classes.demote(scheduler._num_steps + 1)
+        ranks = {request: request.rank for request in scheduler.requests.values()}
         oldest = self._oldest()
         newcomer = scheduler.waiting.head
         plan = scheduler.schedule()
         scheduler.check_integrity()
-        self.check_plan(plan, oldest, newcomer)
+        self.check_plan(plan, oldest, newcomer, ranks)
         self.finished += scheduler.update(plan, self.shadow.execute(plan))
         scheduler.check_integrity()
         self.plans.append(plan)
@@ -119,11 +123,17 @@ class Harness:
             self.scheduler.requests.values(), key=self.scheduler.policy.urgency, default=None
         )
 
-    def check_plan(self, plan: StepPlan, oldest: Request | None, newcomer: Request | None) -> None:
+    def check_plan(
+        self,
+        plan: StepPlan,
+        oldest: Request | None,
+        newcomer: Request | None,
+        ranks: dict[Request, int],
+    ) -> None:
         """What the design promises of every step under the default policy.
 
         ``oldest`` was the most urgent of all and ``newcomer`` the most urgent waiting request
-        when the step began.
+        when the step began; ``ranks`` are those of then.
         """
         scheduler = self.scheduler
         assert plan.num_tokens <= self.config.max_num_batched_tokens
@@ -133,17 +143,20 @@ class Harness:
         assert plan.scheduled or not scheduler.requests, "work is there, and nothing is scheduled"
         if self.config.policy not in ("swapped-first", "recompute-only"):
             return
+        preempted = [victim for victim, _ in plan.preempted]
         for request in plan.admitted:
             for parked in scheduler.swapped:
-                assert request.priority < parked.priority, "admitted over parked work"
+                assert request.claim < parked.rank, "admitted over parked work"
             for other in scheduler.waiting:
-                assert scheduler.policy.urgency(request) < scheduler.policy.urgency(other)
+                urgency = scheduler.policy.urgency
+                # A victim comes to the queue only in this step, maybe to its very front.
+                assert urgency(request) < urgency(other) or other in preempted
         for request in plan.resumed:
-            assert newcomer is None or request.priority <= newcomer.priority, "resumed over urgent"
-        for victim, _ in plan.preempted:
+            assert newcomer is None or request.rank <= newcomer.claim, "resumed over urgent"
+        for victim in preempted:
             assert victim is not oldest, "the oldest of the most urgent class is never a victim"
             for request in plan.resumed:
-                assert request.priority < victim.priority, "ping-pong"
+                assert request.rank < ranks[victim], "ping-pong"
         for item in plan.scheduled:
             assert item.sequence.request in scheduler.running
 

@@ -30,6 +30,8 @@ class RandomTraffic(RuleBasedStateMachine):
         ),
         caching=st.booleans(),
         watermark=st.sampled_from([0.0, 0.5, 1.0, 2.0]),
+        priority_aging=st.sampled_from([None, 0.7, 3.0, 20.0]),
+        demote_after_tokens=st.sampled_from([None, 1, 3, 10]),
     )
     def start(
         self,
@@ -41,6 +43,8 @@ class RandomTraffic(RuleBasedStateMachine):
         policy: str,
         caching: bool,
         watermark: float,
+        priority_aging: float | None,
+        demote_after_tokens: int | None,
     ) -> None:
         self.harness = Harness(
             num_blocks=num_blocks,
@@ -52,6 +56,8 @@ class RandomTraffic(RuleBasedStateMachine):
             policy=policy,
             enable_prefix_caching=caching,
             watermark=watermark,
+            priority_aging=priority_aging,
+            demote_after_tokens=demote_after_tokens,
         )
         self.accepted: list[Request] = []
         self.cut_short: set[str] = set()
@@ -107,6 +113,19 @@ class RandomTraffic(RuleBasedStateMachine):
         self.harness.scheduler.abort(name)
         self.harness.scheduler.check_integrity()
         self.cut_short.add(name)
+
+    @precondition(lambda self: self.harness.scheduler.requests)
+    @rule(data=st.data(), priority=st.integers(-1, 3))
+    def set_priority(self, data: st.DataObject, priority: int) -> None:
+        name = data.draw(st.sampled_from(sorted(self.harness.scheduler.requests)))
+        request = self.harness.scheduler.requests[name]
+        assert self.harness.scheduler.set_priority(name, priority)
+        assert request.priority == request.claim == request.rank == priority
+        self.harness.scheduler.check_integrity()
+
+    @rule(seconds=st.sampled_from([0.1, 5.0, 1e6]))
+    def pass_time(self, seconds: float) -> None:
+        self.harness.now += seconds
 
     @precondition(lambda self: len(self.harness.scheduler.running))
     @rule(data=st.data())

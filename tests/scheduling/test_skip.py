@@ -28,6 +28,8 @@ def run(seed: int, *, skipping: bool, policy: str, mode: str, caching: bool) -> 
         preemption_mode=mode,
         enable_prefix_caching=caching,
         watermark=rng.choice([0.0, 1.0]),
+        priority_aging=rng.choice([None, None, 5.0]),
+        demote_after_tokens=rng.choice([None, 4, 11]),
     )
     now = 0
     scheduler = Scheduler(config, clock=lambda: float(now))
@@ -66,6 +68,7 @@ def run(seed: int, *, skipping: bool, policy: str, mode: str, caching: bool) -> 
             plan = scheduler.schedule()
             events += [(now, "out", r.request_id, mode) for r, mode in plan.preempted]
             events += [(now, "in", r.request_id) for r in plan.resumed + plan.admitted]
+            events += [(now, "class", c.request.request_id, c.after) for c in plan.class_changes]
             events += [(now, len(plan.swap_out), len(plan.swap_in), len(plan.copy))]
             if plan.num_blocks is not None:
                 events.append((now, "size", plan.num_blocks))

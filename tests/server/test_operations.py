@@ -238,7 +238,7 @@ def test_the_openapi_description_is_complete() -> None:
     for path, methods in description["paths"].items():
         for method, operation in methods.items():
             assert operation["description"], path
-            assert ("400" in operation["responses"]) == (method == "post"), path
+            assert ("400" in operation["responses"]) == (method in ("post", "patch")), path
     for name in ("ChatCompletion", "Completion", "Tokenize", "Detokenize"):
         fields = description["components"]["schemas"][f"{name}Request"]["properties"]
         assert all(field["description"] for field in fields.values()), fields

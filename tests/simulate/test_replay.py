@@ -207,6 +207,54 @@ def test_a_pool_that_changes_its_size_is_replayed(seed: int, max_bytes: int) -> 
                 assert checked(file).difference is None
 
 
+def reclass(harness: RecordedHarness, rng: random.Random) -> None:
+    names = list(harness.scheduler.requests)
+    if names and rng.random() < 0.1:
+        harness.engine.set_priority(rng.choice(names), rng.randint(-2, 2))
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    seed=st.integers(0, 10**9),
+    priority_aging=st.sampled_from([None, 0.5, 5.0]),
+    demote_after_tokens=st.sampled_from([None, 1, 7]),
+    max_bytes=st.sampled_from([600, 2**20]),
+)
+def test_classes_that_change_are_replayed(
+    seed: int, priority_aging: float | None, demote_after_tokens: int | None, max_bytes: int
+) -> None:
+    """By hand, by waiting and by running long."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recording, "KEPT_FILES", 1000)
+        path = Path(folder) / "r"
+        record(
+            path,
+            seed,
+            requests=10,
+            meddling=reclass,
+            max_bytes=max_bytes,
+            priority_aging=priority_aging,
+            demote_after_tokens=demote_after_tokens,
+        )
+        older = len(list(Path(folder).iterdir())) - 1
+        files = [*(Path(f"{path}.{i}") for i in range(older, 0, -1)), path]
+        assert checked(*files).difference is None
+
+
+def test_another_class_is_another_life(tmp_path: Path) -> None:
+    options = {"priority_aging": 2.0, "demote_after_tokens": 5}
+    harness = record(tmp_path / "r", meddling=reclass, **PRESSURE, **options)
+    report = replay_recording([tmp_path / "r"], check=True)
+    assert report.check is not None
+    assert report.check.difference is None
+    metrics = harness.scheduler.metrics
+    assert min(report.summary.reclassed, metrics.promotions, metrics.demotions) > 3
+    rows = rows_of(tmp_path / "r")
+    changed = [row for row in rows if row["e"] == "class"]
+    changed[len(changed) // 2]["pr"] = 9
+    assert checked(write(tmp_path / "lie", rows)).difference is not None
+
+
 def test_another_size_is_another_life(tmp_path: Path) -> None:
     record(tmp_path / "r", meddling=resize, **PRESSURE)
     report = replay_recording([tmp_path / "r"], check=True)

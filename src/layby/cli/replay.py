@@ -83,6 +83,7 @@ def show_report(report: ReplayReport, console: Console) -> None:
         ("preempted by recompute", f"{summary.preempted_recompute}"),
         ("blocks swapped out, in", f"{summary.swapped_out_blocks}, {summary.swapped_in_blocks}"),
         ("time parked", f"{summary.swapped_s:.2f} s, all requests together"),
+        ("put into another class", f"{summary.reclassed}"),
         ("pool resized", counted(summary.resized, "time")),
     ):
         table.add_row(label, fact)

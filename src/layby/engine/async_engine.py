@@ -1,8 +1,9 @@
 """The engine for asyncio: its loop runs in a thread, every request is an async iterator.
 
 Two threads meet here. The engine's thread alone touches the engine; it takes commands (submit,
-abort, end) between two steps and sleeps when there is nothing to do. The event loop's thread alone
-touches the streams; it gets everything that a step brought in one call.
+abort, end, and whatever else is to be done to it) between two steps and sleeps when there is nothing
+to do. The event loop's thread alone touches the streams; it gets everything that a step brought in
+one call.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from layby.engine.config import EngineConfig
-from layby.engine.engine import Engine, PreparedRequest
+from layby.engine.engine import Engine, PreparedRequest, check_priority
 from layby.engine.interfaces import ChatTemplate, Tokenizer
 from layby.engine.kv_pool import KVPoolSize
 from layby.engine.metrics import EngineStats
@@ -343,6 +344,35 @@ class AsyncEngine:
         finally:
             stream.close()
 
+    async def set_priority(self, request_id: str, priority: int) -> bool:
+        """Put a live request into another class, in whichever queue it is.
+
+        When this returns, the engine's next step knows.
+
+        Args:
+            request_id: Whose.
+            priority: Its class; a smaller number is more urgent.
+
+        Returns:
+            Whether there is such a request; it may just have ended.
+
+        Raises:
+            InvalidRequestError: ``priority`` is no integer.
+        """
+        return await self.set_priorities([request_id], priority) > 0
+
+    async def set_priorities(self, request_ids: Sequence[str], priority: int) -> int:
+        """The same for several requests, before one and the same step; how many were live."""
+        check_priority(priority)
+
+        def change(engine: Engine) -> int:
+            return sum(engine.set_priority(request_id, priority) for request_id in request_ids)
+
+        try:
+            return await self._in_between(change)
+        except EngineUnavailableError:
+            return 0  # with the engine its requests have ended
+
     # --- checks, safe in any thread ---
 
     def encode(
@@ -489,7 +519,7 @@ class AsyncEngine:
         def answer(value: Any, error: Exception | None) -> None:
             self._post(loop, partial(_resolve, done, error, value))
 
-        if self._thread is None or not self._command(_Call(call, answer)):
+        if not self._command(_Call(call, answer)):
             raise EngineUnavailableError("the engine does not run")
         return await done
 
@@ -502,11 +532,11 @@ class AsyncEngine:
         with self._wake:
             if isinstance(command, _Submit):
                 self._check_open()
-            elif self._closed:
+            elif self._closed or self._thread is None:
                 return False
             self._commands.append(command)
             self._wake.notify()
-            return True
+        return True
 
     def _end_unfinished(self, limit_s: float) -> None:
         with self._wake:

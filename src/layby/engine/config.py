@@ -120,6 +120,19 @@ class EngineConfig:
         "Refuse new work of the lowest class (429) while memory is saturated; docs/parking.md "
         "says when that is.",
     )
+    priority_aging: float | None = _option(
+        None,
+        "A request that waits or is parked rises one class for every so many seconds of it, so "
+        "that no class waits for ever; docs/parking.md has the bound. Default: waiting changes "
+        "nothing.",
+        unit="s",
+    )
+    demote_after_tokens: int | None = _option(
+        None,
+        "A request sinks one class for every so many tokens of its answer, so that long answers "
+        "give way to short ones; best with priority_aging. Default: length changes nothing.",
+        unit="tokens",
+    )
     seed: int | None = _option(
         None, "Base of the seeds of requests that bring none of their own; none: from the system."
     )
@@ -286,6 +299,8 @@ class EngineConfig:
             enable_prefix_caching=self.enable_prefix_caching,
             watermark=self.watermark,
             max_queue=self.max_queue,
+            priority_aging=self.priority_aging,
+            demote_after_tokens=self.demote_after_tokens,
         )
 
 

@@ -220,10 +220,7 @@ class Engine:
                 f"params must be SamplingParams, got {shown(params)}", param="params"
             )
         params.check_vocabulary(self.vocab_size)
-        if not isinstance(priority, int) or isinstance(priority, bool):
-            raise InvalidRequestError(
-                f"priority must be an integer, got {shown(priority)}", param="priority"
-            )
+        check_priority(priority)
         _check_text("cache_salt", cache_salt)
         if request_id is not None:
             _check_text("request_id", request_id)
@@ -379,6 +376,7 @@ class Engine:
             # Failures go first: what they computed must not reach the prefix cache.
             deltas = [self._fail(name, why) for name, why in result.failures.items()]
             self.scheduler.update(plan, result.tokens)
+            self._log_classes(plan)
             deltas += self._collect(plan, result)
             self._check_progress(plan)
             self._publish()
@@ -442,6 +440,22 @@ class Engine:
         """Size of the device pool, as of ``stats``; safe in any thread."""
         stats = self._stats
         return KVPoolSize(stats.num_target_blocks, stats.num_blocks, stats.num_free_blocks)
+
+    def set_priority(self, request_id: str, priority: int) -> bool:
+        """Put a live request into another class, from the next step on.
+
+        Args:
+            request_id: Whose.
+            priority: Its class; a smaller number is more urgent.
+
+        Returns:
+            Whether there is such a request (it may just have ended).
+
+        Raises:
+            InvalidRequestError: ``priority`` is no integer.
+        """
+        check_priority(priority)
+        return self.scheduler.set_priority(request_id, priority)
 
     def fail_all(self, why: str) -> list[RequestDelta]:
         """Declare the engine dead; return the last delta of every live request."""
@@ -572,6 +586,17 @@ class Engine:
             raise RuntimeError(f"nothing was scheduled in {STALL_STEPS} steps")
 
     # --- committing a step ---
+
+    def _log_classes(self, plan: StepPlan) -> None:
+        for request, before, after, cause in plan.class_changes:
+            logger.debug(
+                "request %s (%s): class %d → %d, %s",
+                request.request_id,
+                request.status.value,
+                before,
+                after,
+                cause.value,
+            )
 
     def _collect(self, plan: StepPlan, result: StepResult) -> list[RequestDelta | None]:
         """Deltas of the requests that the plan sampled, in plan order."""
@@ -757,8 +782,18 @@ class Engine:
             swapped_queue_size_max=metrics.swapped_queue_size_max,
             swaps_completed=metrics.swaps_completed,
             avg_swapped_duration_s=metrics.avg_swapped_duration_s,
+            promotions=metrics.promotions,
+            demotions=metrics.demotions,
             prefix_cache_queried_tokens=metrics.prefix_cache_queried_tokens,
             prefix_cache_hit_tokens=metrics.prefix_cache_hit_tokens,
+        )
+
+
+def check_priority(priority: object) -> None:
+    """Raise InvalidRequestError unless it is an integer."""
+    if not isinstance(priority, int) or isinstance(priority, bool):
+        raise InvalidRequestError(
+            f"priority must be an integer, got {shown(priority)}", param="priority"
         )
 
 

@@ -71,6 +71,7 @@ class EngineStats(Mapping[str, Any]):
         swapped_queue_size_max: Longest the swapped queue has been.
         swaps_completed: Parked requests that came back, or ended parked.
         avg_swapped_duration_s: Mean seconds of those parkings.
+        promotions, demotions: Classes that requests rose by waiting, and sank by running long.
         prefix_cache_queried_tokens, prefix_cache_hit_tokens: Tokens looked up in the prefix cache
             at admission, and found.
     """
@@ -102,6 +103,8 @@ class EngineStats(Mapping[str, Any]):
     swapped_queue_size_max: int = 0
     swaps_completed: int = 0
     avg_swapped_duration_s: float = 0.0
+    promotions: int = 0
+    demotions: int = 0
     prefix_cache_queried_tokens: int = 0
     prefix_cache_hit_tokens: int = 0
 
@@ -280,6 +283,16 @@ class _StatsCollector(Collector):
             "layby_recomputed_tokens",
             "Positions computed again after a preemption.",
             value=stats.recomputed_tokens,
+        )
+        yield CounterMetricFamily(
+            "layby_promotions",
+            "Classes that requests rose because they waited.",
+            value=stats.promotions,
+        )
+        yield CounterMetricFamily(
+            "layby_demotions",
+            "Classes that requests sank because they ran long.",
+            value=stats.demotions,
         )
 
     def _customary(self, stats: EngineStats) -> Iterator[Metric]:

@@ -15,6 +15,7 @@ the configuration in its first line, a scheduler can be led through the same lif
 | `done`  | the outcome of the step decided last, unless a `run` says that it had none        |
 | `cut`   | a stop string ended a sample                                                      |
 | `abort` | a request was aborted or failed                                                   |
+| `class` | a request was put into another class                                              |
 | `size`  | the device pool is to have another size                                           |
 | `hash`  | content of blocks that samples have filled; stands before what depends on it      |
 | `broken`| the scheduler raised an error; what follows proves nothing                        |
@@ -192,6 +193,7 @@ class Step:
         swap_out, relocated, swap_in, copies: Block moves: source, destination, source,
             destination …
         num_blocks: The device pool's new size; 0: it stays.
+        classes: Changes of class: request, class before, class after.
         digest: Of the plan.
     """
 
@@ -208,6 +210,7 @@ class Step:
     swap_in: Ints = field(default_factory=list)
     copies: Ints = field(default_factory=list)
     num_blocks: int = 0
+    classes: Rows = field(default_factory=list)
     digest: str = ""
 
 
@@ -250,6 +253,15 @@ class Abort:
 
 
 @dataclass(slots=True)
+class Reclassed:
+    """A request was put into another class by hand."""
+
+    request: int
+    times: Times
+    priority: int = 0
+
+
+@dataclass(slots=True)
 class Resize:
     """The device pool is to have so many blocks."""
 
@@ -279,7 +291,8 @@ class Close:
 
 
 Event = (
-    Head | State | Gap | Arrival | Run | Step | Done | Cut | Abort | Resize | Hashes | Broken | Close
+    Head | State | Gap | Arrival | Run | Step | Done | Cut | Abort | Reclassed | Resize | Hashes
+    | Broken | Close
 )  # fmt: skip
 
 _KINDS: dict[str, type[Event]] = {
@@ -292,6 +305,7 @@ _KINDS: dict[str, type[Event]] = {
     "done": Done,
     "cut": Cut,
     "abort": Abort,
+    "class": Reclassed,
     "size": Resize,
     "hash": Hashes,
     "broken": Broken,
@@ -361,6 +375,7 @@ _KEYS = {
     "swap_in": "si",
     "copies": "cp",
     "num_blocks": "size",
+    "classes": "cl",
     "stops": "stop",
     "ended": "end",
     "sample": "i",
@@ -486,12 +501,13 @@ def is_steady(plan: StepPlan) -> bool:
         or plan.swap_in
         or plan.copy
         or plan.num_blocks
+        or plan.class_changes
     )
 
 
 class PlanDigest:
     """A short digest of plans: what is computed and in which blocks, all moves, the pool's size, who
-    was let in with what wishes, and the time."""
+    was let in with what wishes, whose class changed, and the time."""
 
     __slots__ = ("_hash", "_is_new")
 
@@ -529,6 +545,8 @@ class PlanDigest:
             times.append(request.arrival_time)
             numbers += (request.order, request.num_prompt_tokens, request.max_tokens, request.n)
             numbers += (bounded(request.priority), bounded(request.min_tokens))
+        for row in class_rows(plan):
+            numbers += row
         self._hash.update(struct.pack(f"<{len(times)}d{len(numbers)}q", *times, *numbers))
 
     def text(self) -> str:
@@ -557,8 +575,17 @@ def step_event(plan: StepPlan) -> Step:
         swap_in=_flat(plan.swap_in),
         copies=_flat(plan.copy),
         num_blocks=plan.num_blocks or 0,
+        classes=class_rows(plan),
         digest=digest.text(),
     )
+
+
+def class_rows(plan: StepPlan) -> list[list[int]]:
+    """The plan's changes of class: request, class before, class after."""
+    return [
+        [change.request.order, bounded(change.before), bounded(change.after)]
+        for change in plan.class_changes
+    ]
 
 
 def _flat(moves: Iterable[BlockMove]) -> list[int]:
@@ -828,6 +855,11 @@ class Recorder:
         self._ended.append(request)
         self._pause()
 
+    def reclassed(self, request: Request, now: float) -> None:
+        """A request was put into another class by hand."""
+        self._add(Reclassed(request.order, [self._code(now)], bounded(request.priority)))
+        self._pause()
+
     def resized(self, num_blocks: int) -> None:
         """The device pool is to have so many blocks."""
         self._add(Resize(num_blocks))
@@ -1039,6 +1071,13 @@ class RecordedScheduler(Scheduler):
         if request is not None:
             self._tell(self.recorder.aborted, request, reason, self._watched.last)
         return request
+
+    def set_priority(self, request_id: str, priority: int) -> bool:
+        """See ``Scheduler``."""
+        is_live = super().set_priority(request_id, priority)
+        if is_live:
+            self._tell(self.recorder.reclassed, self.requests[request_id], self._watched.last)
+        return is_live
 
     def resize(self, num_blocks: int) -> None:
         """See ``Scheduler``."""

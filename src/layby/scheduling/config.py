@@ -28,6 +28,9 @@ class SchedulerConfig:
         watermark: Blocks kept free per running sequence when work is resumed or admitted.
         max_queue: Most sequences of new requests that wait beyond those that could run; None: no
             limit. Counts ``n`` per request, and never what was preempted.
+        priority_aging: Seconds of waiting that move a request one class up, at least 0.001; None:
+            waiting changes nothing.
+        demote_after_tokens: Output tokens that move a request one class down; None: none do.
 
     Raises:
         ConfigError: A value, or a combination, cannot work.
@@ -44,6 +47,8 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     watermark: float = 1.0
     max_queue: int | None = None
+    priority_aging: float | None = None
+    demote_after_tokens: int | None = None
 
     def __post_init__(self) -> None:
         from layby.scheduling.policy import POLICIES
@@ -56,15 +61,25 @@ class SchedulerConfig:
             ("max_num_batched_tokens", 1),
             ("max_model_len", 1),
             ("max_queue", 0),
+            ("demote_after_tokens", 1),
         ):
             value = getattr(self, name)
-            if value is None and name in ("max_model_len", "max_queue"):
+            if value is None and name in ("max_model_len", "max_queue", "demote_after_tokens"):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise ConfigError(f"{name} must be an integer of at least {low}, got {value!r}")
         if not (isinstance(self.watermark, int | float) and 0 <= self.watermark < math.inf):
             raise ConfigError(
                 f"watermark must be a finite number from 0 up, got {self.watermark!r}"
+            )
+        aging_s = self.priority_aging
+        if aging_s is not None and not (
+            isinstance(aging_s, int | float)
+            and not isinstance(aging_s, bool)
+            and 0.001 <= aging_s < math.inf
+        ):
+            raise ConfigError(
+                f"priority_aging must be a finite number of seconds from 0.001 up, got {aging_s!r}"
             )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(

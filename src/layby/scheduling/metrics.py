@@ -25,6 +25,7 @@ class SchedulerMetrics:
         prefix_cache_queried_tokens, prefix_cache_hit_tokens: Tokens of admitted requests, and how
             many of them were found computed.
         kv_usage_max: Largest share of the device pool that was held at the end of a step.
+        promotions, demotions: Classes that requests rose by waiting, and sank by running long.
         on_swapped: Called with the seconds of each completed parking.
     """
 
@@ -43,6 +44,8 @@ class SchedulerMetrics:
     prefix_cache_queried_tokens: int = 0
     prefix_cache_hit_tokens: int = 0
     kv_usage_max: float = 0.0
+    promotions: int = 0
+    demotions: int = 0
     on_swapped: Callable[[float], None] | None = field(default=None, repr=False)
 
     @property

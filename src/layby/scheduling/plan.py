@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from layby.scheduling.request import Request, Sequence
+
+if TYPE_CHECKING:
+    from layby.scheduling.classes import ClassChange
 
 
 class BlockMove(NamedTuple):
@@ -61,6 +64,7 @@ class StepPlan:
         preempted: Requests that left the device in this step, and how.
         resumed: Requests that came back from the swap pool in this step.
         admitted: Requests that came from the waiting queue in this step.
+        class_changes: Requests whose class changed since the step before, up to this decision.
         num_steady: So many of the first in ``scheduled`` go on decoding as in the step before.
         num_tokens: Tokens the forward pass computes.
         num_samples: Tokens to be sampled: the length of the list that ``Scheduler.update`` takes.
@@ -77,6 +81,7 @@ class StepPlan:
     preempted: list[tuple[Request, PreemptionMode]] = field(default_factory=list)
     resumed: list[Request] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
+    class_changes: list[ClassChange] = field(default_factory=list)
     num_steady: int = 0
     num_tokens: int = 0
     num_samples: int = 0

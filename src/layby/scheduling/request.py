@@ -180,6 +180,15 @@ def _check_integers(request_id: str, **counts: int) -> None:
             )
 
 
+def check_priority(request_id: str, priority: object) -> None:
+    """Raise InvalidRequestError unless it is an integer."""
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise InvalidRequestError(
+            f"priority of request {request_id} must be an integer, got {priority!r}",
+            param="priority",
+        )
+
+
 class Request:
     """One call by a user; its sequences are scheduled and parked together.
 
@@ -207,7 +216,9 @@ class Request:
 
     __slots__ = (
         "arrival_time",
+        "claim",
         "content",
+        "demoted_at_tokens",
         "finish_time",
         "first_token_time",
         "max_tokens",
@@ -219,6 +230,7 @@ class Request:
         "payload",
         "prefix_owner",
         "priority",
+        "rank",
         "request_id",
         "salt",
         "sequences",
@@ -227,6 +239,8 @@ class Request:
         "swapped_since",
         "swapped_s",
         "use_prefix_cache",
+        "waited_s",
+        "waits_since",
     )
 
     def __init__(
@@ -251,11 +265,7 @@ class Request:
                 f"the prompt of request {request_id} is empty", param="prompt"
             )
         _check_integers(request_id, max_tokens=max_tokens, n=n, min_tokens=min_tokens)
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise InvalidRequestError(
-                f"priority of request {request_id} must be an integer, got {priority!r}",
-                param="priority",
-            )
+        check_priority(request_id, priority)
         if arrival_time is not None and not math.isfinite(arrival_time):
             raise InvalidRequestError(
                 f"arrival_time of request {request_id} is {arrival_time}", param="arrival_time"
@@ -273,6 +283,7 @@ class Request:
         self.min_tokens = min_tokens
         self.n = n
         self.priority = priority
+        self.claim = self.rank = priority  # how they change: scheduling/classes.py
         self.arrival_time = arrival_time
         self.stop_token_ids = frozenset(stop_token_ids)
         self.salt = hashlib.blake2b(cache_salt.encode(), digest_size=16).digest()
@@ -289,6 +300,11 @@ class Request:
         self.finish_time: float | None = None
         self.swapped_since: float | None = None
         self.swapped_s = 0.0
+        self.demoted_at_tokens = 0  # output tokens when its class was set or it last sank
+        self.waited_s = 0.0  # before it came to the device last; kept where waiting counts
+        # Off the device, where waiting counts: when it would have begun to wait, had it done so
+        # in one go.
+        self.waits_since: float | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -346,4 +362,4 @@ class Request:
         self.status = status
 
     def __repr__(self) -> str:
-        return f"Request({self.request_id}, {self.status.value}, priority {self.priority})"
+        return f"Request({self.request_id}, {self.status.value}, class {self.rank})"

@@ -11,6 +11,7 @@ from enum import Enum
 from layby.errors import ConfigError, InvalidRequestError
 from layby.scheduling.blocks import BlockPool, PoolState
 from layby.scheduling.budget import SchedulingBudget
+from layby.scheduling.classes import Classes
 from layby.scheduling.config import SchedulerConfig
 from layby.scheduling.intake import Intake
 from layby.scheduling.memory import KVMemory
@@ -18,7 +19,13 @@ from layby.scheduling.metrics import SchedulerMetrics
 from layby.scheduling.plan import BlockMove, PreemptionMode, ScheduledSequence, StepPlan
 from layby.scheduling.policy import POLICIES, Phase, Policy
 from layby.scheduling.queues import RequestQueue
-from layby.scheduling.request import FinishReason, Request, RequestStatus, Sequence
+from layby.scheduling.request import (
+    FinishReason,
+    Request,
+    RequestStatus,
+    Sequence,
+    check_priority,
+)
 from layby.scheduling.steady import SteadyDecodes
 
 
@@ -107,6 +114,12 @@ class Scheduler:
         self._steady = SteadyDecodes()
         self._attended: set[Request] = set()
         self.metrics = SchedulerMetrics()
+        self._queues = {
+            RequestStatus.WAITING: self.waiting,
+            RequestStatus.RUNNING: self.running,
+            RequestStatus.SWAPPED: self.swapped,
+        }
+        self._classes = Classes(config, self._queues, self.metrics)
         self._num_steps = 0
         self._num_added = 0
         self._open_plan: StepPlan | None = None
@@ -142,6 +155,7 @@ class Scheduler:
         self._num_added += 1
         request.order = self._num_added
         self.requests[request.request_id] = request
+        self._classes.begin_wait(request, request.arrival_time)
         self.waiting.add(request)
         self._num_queued_seqs += request.n
         self._is_quiet = False
@@ -154,6 +168,25 @@ class Scheduler:
     def max_output_tokens(self, num_prompt_tokens: int, n: int = 1) -> int:
         """Largest ``max_tokens`` that context and device pool allow; 0 or less if none does."""
         return self._intake.max_output_tokens(num_prompt_tokens, n)
+
+    def set_priority(self, request_id: str, priority: int) -> bool:
+        """Put a live request into another class, in whichever queue it is; from the next step on.
+
+        Its claims by waiting and its run begin anew.
+
+        Returns:
+            Whether there is such a request.
+
+        Raises:
+            InvalidRequestError: ``priority`` is no integer.
+        """
+        check_priority(request_id, priority)
+        request = self.requests.get(request_id)
+        if request is None:
+            return False
+        self._classes.set_priority(request, priority, self.clock())
+        self._is_quiet = False
+        return True
 
     @property
     def has_unfinished(self) -> bool:
@@ -192,6 +225,8 @@ class Scheduler:
             plan=StepPlan(step=self._num_steps, now=self.clock()),
             budget=SchedulingBudget(self.config.max_num_batched_tokens, self.config.max_num_seqs),
         )
+        self._classes.promote(step.plan.now)
+        self._classes.demote(self._num_steps)
         for request in self._attended:
             self._take_seat(request, step)
         self._grow_steady(step)
@@ -209,6 +244,7 @@ class Scheduler:
             return
         for request in due:
             self._steady.discard(request)
+            self._classes.forget_demotion(request)
             self._attended.add(request)
             self._take_seat(request, step)
 
@@ -217,6 +253,7 @@ class Scheduler:
         plan = step.plan
         plan.scheduled = self._steady.turns()
         plan.num_steady = len(plan.scheduled)
+        plan.class_changes, self._classes.changes = self._classes.changes, []
         plan.scheduled += step.scheduled
         plan.num_tokens = plan.num_steady + sum(item.num_tokens for item in step.scheduled)
         plan.num_samples = plan.num_steady + sum(len(item.samplers) for item in step.scheduled)
@@ -332,10 +369,12 @@ class Scheduler:
             step.plan.swap_out += _before(step.plan.relocate, moves)
             self.metrics.swapped_out_blocks += len(moves)
             victim.swapped_since = step.plan.now
+            self._classes.begin_wait(victim, step.plan.now)
             self.swapped.add(victim)
         else:
             victim.move_to(RequestStatus.WAITING)
             self.memory.drop(victim)
+            self._classes.begin_wait_again(victim, step.plan.now)
             self.waiting.add(victim)
         victim.num_preemptions += 1
         step.plan.preempted.append((victim, mode))
@@ -350,10 +389,12 @@ class Scheduler:
             newcomer.ready_sequences
         ):
             return
+        # Nobody leaves for the sake of who is less urgent than somebody who just came back.
+        bar = max([newcomer.claim, *(request.rank for request in step.plan.resumed)])
         candidates = [
             request
             for request in self.running
-            if request.priority > newcomer.priority and request not in step.entered
+            if request.rank > bar and request not in step.entered
         ]
         if not candidates:
             return
@@ -375,8 +416,10 @@ class Scheduler:
         match request.status:
             case RequestStatus.WAITING:
                 self._leave_waiting(request)
+                self._classes.end_wait(request, now)
             case RequestStatus.SWAPPED:
                 self.swapped.remove(request)
+                self._classes.end_wait(request, now)
                 self._end_parking(request, now)
             case _:
                 self._leave_running(request)
@@ -390,12 +433,14 @@ class Scheduler:
             self._aim()  # it may have been the one that kept the pool large
 
     def _join_running(self, request: Request, step: _Step) -> None:
+        self._classes.end_wait(request, step.plan.now)
         self.running.add(request)
         self._attended.add(request)
         self._take_seat(request, step)
 
     def _leave_running(self, request: Request) -> None:
         self.running.remove(request)
+        self._classes.forget_demotion(request)
         if not self._steady.discard(request):
             self._attended.remove(request)
 
@@ -439,7 +484,7 @@ class Scheduler:
         newcomer = self.waiting.head
         if newcomer is None or missing == 1:
             return step.budget.remaining_tokens
-        if newcomer.priority < request.priority:
+        if newcomer.claim < request.rank:
             return 0
         if missing > step.budget.token_budget:
             return step.budget.remaining_tokens // 2
@@ -522,6 +567,7 @@ class Scheduler:
                 reason = self._append(seq, token, now)
                 if reason is not None and self._end_sequence(seq, reason, now):
                     finished.append(request)
+            self._classes.has_run(item.sequence)
             self._settle_down(request)
         return finished
 
@@ -550,6 +596,7 @@ class Scheduler:
         if room > 0:
             self._attended.remove(request)
             self._steady.add(request, until_step=self._num_steps + room + 1)
+            self._classes.book_demotion(request, self._num_steps)
 
     def _commit(self, item: ScheduledSequence) -> None:
         """The sequence's positions are stored; those done before count as recomputed."""
@@ -604,8 +651,12 @@ class Scheduler:
         """
         if not self._is_quiet or self._attended or self._open_plan is not None:
             return 0
+        if self._classes.may_rise:
+            return 0  # at a time, and how long a step takes is not known here
         sequences = [item.sequence for item in self._steady.turns()]
         steps = min((seq.most_tokens - len(seq.tokens) for seq in sequences), default=1) - 1
+        to_demotion = self._classes.steps_to_demotion(self._num_steps)
+        steps = steps if to_demotion is None else min(steps, to_demotion)
         if self._blocks_to_grow(sequences, steps) <= self.memory.device.num_free:
             return steps
         return self._steady.steps_with(
@@ -701,6 +752,7 @@ class Scheduler:
         step.plan.relocate, moved = self.memory.relocate(self.running)
         for request in moved:  # who knows their block tables by heart must look again
             if self._steady.discard(request):
+                self._classes.forget_demotion(request)
                 self._attended.add(request)
         device.trim()
         step.plan.num_blocks = self._executor_blocks = device.limit
@@ -753,7 +805,8 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is there, in flight or about to happen: pools that nobody uses."""
-        return not (self.requests or self._open_plan is not None or self.is_resizing)
+        is_busy = self.requests or self._open_plan is not None
+        return not (is_busy or self.is_resizing or self._classes.changes)
 
     def idle_state(self) -> IdleState:
         """What to ``restore`` in a new scheduler, for it to decide as this one will.
@@ -799,12 +852,7 @@ class Scheduler:
         Raises:
             AssertionError: They do not.
         """
-        queues = {
-            RequestStatus.WAITING: self.waiting,
-            RequestStatus.RUNNING: self.running,
-            RequestStatus.SWAPPED: self.swapped,
-        }
-        assert sum(map(len, queues.values())) == len(self.requests)
+        assert sum(map(len, self._queues.values())) == len(self.requests)
         steady = {item.sequence.request for item in self._steady.turns()}
         assert steady | self._attended == set(self.running)
         assert not steady & self._attended
@@ -812,10 +860,12 @@ class Scheduler:
         assert self._num_placed_seqs == sum(r.num_live_seqs for r in placed)
         assert self._num_queued_seqs == sum(r.n for r in self.waiting if r.num_preemptions == 0)
         for request in self.requests.values():
-            assert request in queues[request.status]
+            assert request in self._queues[request.status]
             for seq in request.sequences:
                 assert not seq.block_table or request.status is RequestStatus.RUNNING
                 assert not seq.swap_table or request.status is RequestStatus.SWAPPED
+        last_step = self._num_steps - (self._open_plan is not None)
+        self._classes.check_integrity(self.requests.values(), steady, last_step)
         self.memory.check_integrity(list(self.requests.values()))
         if not self.is_resizing:
             assert self.memory.device.num_stranded == 0

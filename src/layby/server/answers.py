@@ -42,6 +42,11 @@ class Echo:
 class Answer(Protocol):
     """One endpoint's way to say things."""
 
+    @property
+    def id(self) -> str:
+        """What the answer is called."""
+        ...
+
     def opening(self, index: int, first: RequestDelta) -> Mapping[str, Any] | None:
         """What choice ``index`` begins with before any token, if anything."""
         ...
@@ -64,7 +69,8 @@ class ChatAnswer:
 
     def __init__(self, model: str, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time())}
+        self.id = f"chatcmpl-{uuid.uuid4().hex}"
+        self._head = {"id": self.id, "created": int(time.time())}
         self._model = model
 
     def opening(self, index: int, first: RequestDelta) -> ChatChunkChoice:
@@ -147,7 +153,8 @@ class CompletionAnswer:
         self, model: str, tokenizer: Tokenizer, n: int, echoes: Sequence[Echo] = ()
     ) -> None:
         self._tokenizer = tokenizer
-        self._head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time())}
+        self.id = f"cmpl-{uuid.uuid4().hex}"
+        self._head = {"id": self.id, "created": int(time.time())}
         self._model = model
         self._n = n
         self._echoes = echoes

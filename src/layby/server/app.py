@@ -32,10 +32,12 @@ from layby.server.protocol import (
     Health,
     ModelCard,
     ModelList,
+    PriorityRequest,
     Text,
     TokenizeRequest,
     Tokens,
 )
+from layby.server.requests import add_request_routes
 
 if TYPE_CHECKING:
     from layby.engine import AsyncEngine
@@ -85,6 +87,7 @@ def create_app(
     install_error_handlers(app)
     created = int(time.time())
     _add_generating_routes(app, engine)
+    add_request_routes(app, engine, has_keys=bool(keys))
     _add_model_routes(app, engine, created)
     _add_operator_routes(app, engine)
     if admin_api_key is not None:
@@ -385,6 +388,7 @@ def _describe_bodies(app: FastAPI, others: Sequence[type[Body]]) -> None:
         CompletionRequest,
         TokenizeRequest,
         DetokenizeRequest,
+        PriorityRequest,
         *others,
     ]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from layby.server.answers import Answer, usage_of
 from layby.server.errors import CLIENT_CLOSED_REQUEST, error_answer
 from layby.server.http import json_response, to_json, unless_disconnected
 from layby.server.protocol import Usage
+from layby.server.requests import live_calls
 
 if TYPE_CHECKING:
     from layby.engine import AsyncEngine
@@ -64,8 +65,8 @@ async def respond(engine: AsyncEngine, request: Request, call: Call, answer: Ans
         LaybyError: The call is refused, or, unless it streams, a request of it failed.
     """
     if call.stream:
-        return EventStream(await _submit(engine, call), call, answer)
-    whole = await unless_disconnected(request.receive, _whole(engine, call, answer))
+        return EventStream(await _submit(engine, call), request, call, answer)
+    whole = await unless_disconnected(request.receive, _whole(engine, request, call, answer))
     if whole is None:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     return json_response(whole)
@@ -90,12 +91,22 @@ async def _submit(engine: AsyncEngine, call: Call) -> list[RequestStream]:
         raise error.with_traceback(None) from None
 
 
+def _known(
+    request: Request, answer: Answer, streams: Sequence[RequestStream]
+) -> AbstractContextManager[None]:
+    """While it lasts, the call is found by the id of its answer."""
+    ids = [stream.request_id for stream in streams]
+    return live_calls(request).holding(answer.id, ids, request)
+
+
 def _close(streams: Iterable[RequestStream]) -> None:
     for stream in streams:
         stream.close()
 
 
-async def _whole(engine: AsyncEngine, call: Call, answer: Answer) -> dict[str, Any]:
+async def _whole(
+    engine: AsyncEngine, request: Request, call: Call, answer: Answer
+) -> dict[str, Any]:
     streams = await _submit(engine, call)
     try:
         outputs = [
@@ -103,10 +114,11 @@ async def _whole(engine: AsyncEngine, call: Call, answer: Answer) -> dict[str, A
             for _ in streams
         ]
         usage = _UsageCounter()
-        async with aclosing(_merged(streams)) as deltas:
-            async for number, delta in deltas:
-                outputs[number].add(delta)
-                usage.add(number, delta)
+        with _known(request, answer, streams):
+            async with aclosing(_merged(streams)) as deltas:
+                async for number, delta in deltas:
+                    outputs[number].add(delta)
+                    usage.add(number, delta)
     finally:
         _close(streams)
     return answer.whole(outputs, usage.total())
@@ -120,17 +132,27 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, streams: Sequence[RequestStream], call: Call, answer: Answer) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+    def __init__(
+        self, streams: Sequence[RequestStream], request: Request, call: Call, answer: Answer
+    ) -> None:
+        super().__init__(
+            headers={
+                "Cache-Control": "no-cache",
+                "X-Accel-Buffering": "no",
+                "X-Request-Id": answer.id,  # sent at once, the first event maybe much later
+            }
+        )
         del self.headers["content-length"]
         self._streams = streams
+        self._request = request
         self._call = call
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events until the last one, or until the caller hangs up."""
         try:
-            await unless_disconnected(receive, self._send_all(send))
+            with _known(self._request, self._answer, self._streams):
+                await unless_disconnected(receive, self._send_all(send))
         finally:
             _close(self._streams)
 

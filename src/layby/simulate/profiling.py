@@ -441,6 +441,8 @@ class Profiler:
             enable_prefix_caching=True,  # how prompts get their beginning
             watermark=0.0,
             max_queue=None,
+            priority_aging=None,
+            demote_after_tokens=None,
         )
         return Engine(
             Scheduler(config, clock=self._clock),

@@ -28,6 +28,7 @@ from layby.engine.recorder import (
     Hashes,
     Head,
     PlanDigest,
+    Reclassed,
     Resize,
     Run,
     State,
@@ -106,7 +107,7 @@ class EventReader(Iterator[Event]):
             raise self.error("a second head: these are two recordings in one file")
         if isinstance(event, Arrival):
             event.time = self._times.decode(event.time)
-        elif isinstance(event, Run | Step | Done | Cut | Abort):
+        elif isinstance(event, Run | Step | Done | Cut | Abort | Reclassed):
             if not isinstance(event, Run) and len(event.times) != 1:
                 raise self.error(f"t must hold one time, got {shown(event.times)}")
             event.times = [self._times.decode(written) for written in event.times]
@@ -225,6 +226,7 @@ class Summary:
         admitted, resumed: Requests that came in from the waiting and from the swapped queue.
         preempted_swap, preempted_recompute: Requests that left the device.
         swapped_out_blocks, swapped_in_blocks: Blocks moved.
+        reclassed: Requests put into another class by hand.
         resized: Times that the device pool got another size.
         swapped_s: How long requests were parked, all together, in seconds.
         duration_s: First event to last, in seconds.
@@ -246,6 +248,7 @@ class Summary:
     preempted_recompute: int = 0
     swapped_out_blocks: int = 0
     swapped_in_blocks: int = 0
+    reclassed: int = 0
     resized: int = 0
     swapped_s: float = 0.0
     duration_s: float = 0.0
@@ -287,6 +290,9 @@ class _Counter:
                 summary.aborted += not failed
                 summary.output_tokens += sum(event.outputs)
                 self._end_parking(event.request, event.times[0])
+                self._passed(event.times)
+            case Reclassed():
+                summary.reclassed += 1
                 self._passed(event.times)
 
     def _decided(self, step: Step) -> None:
@@ -460,6 +466,10 @@ class Replay:
                 self._cut(event, self._scheduler)
             case Abort():
                 self._abort(event, self._scheduler)
+            case Reclassed():
+                request = _live(self._scheduler, event.request)
+                self._clock.now = event.times[0]
+                self._scheduler.set_priority(request.request_id, event.priority)
             case Resize():
                 self._scheduler.resize(event.num_blocks)
 

@@ -133,9 +133,12 @@ KNOBS: Final = (
 )
 """Every setting that is searched: a further one is a further line."""
 
-HELD: Final = ("num_blocks", "block_size", "max_model_len", "enable_prefix_caching", "max_queue")
+HELD: Final = (
+    "num_blocks", "block_size", "max_model_len", "enable_prefix_caching", "max_queue",
+    "priority_aging", "demote_after_tokens",
+)  # fmt: skip
 """Fields of :class:`SchedulerConfig` that are not searched: what the machine has, what is promised
-to callers, and what is never better off."""
+to callers (which class goes first is a promise, too), and what is never better off."""
 
 
 class SearchSpace:
