@@ -16,6 +16,37 @@ class BlockMove(NamedTuple):
     dst: int
 
 
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """The blocks of one parked request on their way between RAM and disk.
+
+    It starts when the step's other moves are done and takes as long as it takes, beside the steps
+    that follow. Nobody else touches its blocks in either pool until its end has been reported.
+
+    Attributes:
+        number: Unique among transfers; their ends are reported by it.
+        moves: Swap block → disk block, or back; the list that holds it says which.
+    """
+
+    number: int
+    moves: tuple[BlockMove, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TransferEnd:
+    """A transfer is over.
+
+    Attributes:
+        number: Which.
+        fault: Why it failed, in a word (``eio``, ``enospc``, ``short``, ``checksum``, ``other``);
+            empty if it did not. What a failed transfer has written is worth nothing; what it was
+            to read is as it was.
+    """
+
+    number: int
+    fault: str = ""
+
+
 class PreemptionMode(Enum):
     """How a running request leaves the device."""
 
@@ -43,6 +74,8 @@ class ScheduledSequence:
 class StepPlan:
     """One step: moves first (``swap_out``, then ``swap_in``, then ``copy``), then the forward pass.
 
+    Beside it, transfers between RAM and disk begin; they outlast the step.
+
     Within one list all reads come before all writes, so a block may be the source of one move and
     the destination of another.
 
@@ -54,6 +87,8 @@ class StepPlan:
         swap_out: Device block → swap block.
         swap_in: Swap block → device block.
         copy: Device block → device block (copy-on-write).
+        demote: Transfers that begin, swap block → disk block.
+        promote: Transfers that begin, disk block → swap block.
         preempted: Requests that left the device in this step, and how.
         resumed: Requests that came back from the swap pool in this step.
         admitted: Requests that came from the waiting queue in this step.
@@ -68,6 +103,8 @@ class StepPlan:
     swap_out: list[BlockMove] = field(default_factory=list)
     swap_in: list[BlockMove] = field(default_factory=list)
     copy: list[BlockMove] = field(default_factory=list)
+    demote: list[Transfer] = field(default_factory=list)
+    promote: list[Transfer] = field(default_factory=list)
     preempted: list[tuple[Request, PreemptionMode]] = field(default_factory=list)
     resumed: list[Request] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
@@ -78,4 +115,11 @@ class StepPlan:
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to do at all."""
-        return not (self.scheduled or self.swap_out or self.swap_in or self.copy)
+        return not (
+            self.scheduled
+            or self.swap_out
+            or self.swap_in
+            or self.copy
+            or self.demote
+            or self.promote
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from enum import Enum
@@ -15,11 +15,12 @@ from layby.scheduling.config import SchedulerConfig
 from layby.scheduling.intake import Intake
 from layby.scheduling.memory import KVMemory
 from layby.scheduling.metrics import SchedulerMetrics
-from layby.scheduling.plan import PreemptionMode, ScheduledSequence, StepPlan
+from layby.scheduling.plan import PreemptionMode, ScheduledSequence, StepPlan, TransferEnd
 from layby.scheduling.policy import POLICIES, Phase, Policy
 from layby.scheduling.queues import RequestQueue
 from layby.scheduling.request import FinishReason, Request, RequestStatus, Sequence
 from layby.scheduling.steady import SteadyDecodes
+from layby.scheduling.tiers import SwapTiers
 
 
 class Fit(Enum):
@@ -81,6 +82,7 @@ class Scheduler:
             config.num_swap_blocks,
             config.block_size,
             enable_prefix_caching=config.enable_prefix_caching,
+            num_disk_blocks=config.num_disk_blocks,
         )
         self._intake = Intake(config, self.memory)
         self.waiting = RequestQueue(self.policy.urgency)
@@ -91,6 +93,7 @@ class Scheduler:
         self._steady = SteadyDecodes()
         self._attended: set[Request] = set()
         self.metrics = SchedulerMetrics()
+        self.tiers = SwapTiers(self.memory, self.swapped, self.metrics)
         self._num_steps = 0
         self._num_added = 0
         self._open_plan: StepPlan | None = None
@@ -158,6 +161,7 @@ class Scheduler:
                 case Phase.WAITING:
                     self._schedule_waiting(step)  # admit new work with what is left
         self._spend_rest(step)
+        self._tend_tiers(step)
         return self._commit_step(step)
 
     def _stand_fast(self) -> _Step:
@@ -247,9 +251,17 @@ class Scheduler:
                     return
             self._admit(request, step)
 
+    def _tend_tiers(self, step: _Step) -> None:
+        """Let parked work move between RAM and disk."""
+        while given_up := self.tiers.tend(step.plan, is_idle=not self.running):
+            for request in given_up:
+                self.lose_kv(request.request_id)
+
     # --- questions ---
 
     def _can_resume(self, request: Request, step: _Step) -> Fit:
+        if not self.tiers.is_in_ram(request):
+            return Fit.LATER
         return self._fits(request, self.memory.resume_need(request), step)
 
     def _can_admit(self, request: Request, step: _Step) -> Fit:
@@ -275,6 +287,7 @@ class Scheduler:
         request.move_to(RequestStatus.RUNNING)
         num_parked = self.memory.parked_blocks(request)
         moves = self.memory.resume(request)
+        self.tiers.forget(request)
         step.plan.swap_in += moves
         step.plan.resumed.append(request)
         step.entered.add(request)
@@ -301,8 +314,9 @@ class Scheduler:
         undone: its place, its blocks and its share of the budget."""
         self._unplan(victim, step)
         self._leave_running(victim)
-        mode = self.policy.way_out(victim, can_swap=self.memory.can_park(victim))
+        mode = self.policy.way_out(victim, can_swap=self.tiers.can_park(victim))
         if mode is PreemptionMode.SWAP:
+            self.tiers.make_room(victim)
             victim.move_to(RequestStatus.SWAPPED)
             moves = self.memory.park(victim)
             step.plan.swap_out += moves
@@ -353,6 +367,7 @@ class Scheduler:
                 self._leave_waiting(request)
             case RequestStatus.SWAPPED:
                 self.swapped.remove(request)
+                self.tiers.forget(request)
                 self._end_parking(request, now)
             case _:
                 self._leave_running(request)
@@ -559,6 +574,44 @@ class Scheduler:
         self.metrics.requests_finished += 1
         return True
 
+    # --- what parked work went through ---
+
+    def transfers_ended(self, ends: Iterable[TransferEnd]) -> list[Request]:
+        """Take the ends of transfers between RAM and disk, after ``update``.
+
+        Returns:
+            Requests whose KV could not be read back; they are in the waiting queue now.
+
+        Raises:
+            ValueError: There is no such transfer.
+        """
+        lost = []
+        for end in ends:
+            self._is_quiet = False
+            if (request := self.tiers.end(end)) is not None:
+                self.lose_kv(request.request_id)
+                lost.append(request)
+        return lost
+
+    def lose_kv(self, request_id: str) -> bool:
+        """swapped → waiting: a parked request's KV is gone, and is to be computed again.
+
+        Returns:
+            False if no request of this id is parked.
+        """
+        request = self.requests.get(request_id)
+        if request is None or request.status is not RequestStatus.SWAPPED:
+            return False
+        self.swapped.remove(request)
+        self.tiers.forget(request)
+        request.move_to(RequestStatus.WAITING)
+        self.memory.lose(request)
+        self._end_parking(request, self.clock())
+        self.waiting.add(request)
+        self._is_quiet = False
+        self.metrics.kv_losses += 1
+        return True
+
     # --- many steps at once ---
 
     def quiet_steps(self) -> int:
@@ -570,6 +623,8 @@ class Scheduler:
         """
         if not self._is_quiet or self._attended or self._open_plan is not None:
             return 0
+        if self.tiers.num_transfers:
+            return 0  # their ends come from outside
         sequences = [item.sequence for item in self._steady.turns()]
         steps = min((seq.most_tokens - len(seq.tokens) for seq in sequences), default=1) - 1
         if self._blocks_to_grow(sequences, steps) <= self.memory.device.num_free:
@@ -663,6 +718,11 @@ class Scheduler:
         """The blocks parked work lies in."""
         return self.memory.swap
 
+    @property
+    def disk_pool(self) -> BlockPool:
+        """The blocks on disk below it."""
+        return self.memory.disk
+
     def check_integrity(self) -> None:
         """Verify that queues, requests and block pools agree.
 
@@ -688,4 +748,5 @@ class Scheduler:
             for seq in request.sequences:
                 assert not seq.block_table or request.status is RequestStatus.RUNNING
                 assert not seq.swap_table or request.status is RequestStatus.SWAPPED
-        self.memory.check_integrity(list(self.requests.values()))
+                assert not seq.disk_table or request.status is RequestStatus.SWAPPED
+        self.tiers.check_integrity(self.requests.values())
