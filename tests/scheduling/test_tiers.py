@@ -156,17 +156,21 @@ class TestReadAhead:
         assert harness.scheduler.metrics.promoted_blocks > 20
 
     def test_a_full_disk_and_a_full_ram_cannot_block_each_other(self) -> None:
-        """What lies on disk is first in the queue, RAM is full of what follows, and none of that
-        can be written: the last are recomputed."""
-        harness = tiny(num_blocks=10, num_swap_blocks=5, num_disk_blocks=5)
-        requests = []
-        for priority in range(9, 2, -1):
-            requests += [harness.add(17, 8, priority=priority)]
-            harness.step()
-            harness.step()
-            harness.step()
+        """What lies on disk becomes the first to return, RAM is full of what follows, and none of
+        that can be written: the last of it is computed again."""
+        harness = tiny(num_blocks=16, num_swap_blocks=16, num_disk_blocks=16)
+        requests = waves(harness)
+        scheduler = harness.scheduler
+        parked = list(scheduler.swapped)
+        for request in parked:
+            scheduler.swapped.remove(request)
+        for request in parked:
+            request.priority = 20 - request.priority
+            scheduler.swapped.add(request)
+        scheduler.tiers.reorder()
         harness.run()
         assert_right_tokens(*requests)
+        assert scheduler.metrics.kv_losses == 1
 
 
 def read_back(harness: Harness) -> tuple[int, Request]:
