@@ -69,7 +69,7 @@ def build_engine(config: EngineConfig, *, allow_download: bool = True) -> Engine
         num_blocks=resolved.num_blocks,
         num_swap_blocks=resolved.num_swap_blocks,
         num_disk_blocks=resolved.num_disk_blocks,
-        swap_dir=config.swap_dir,
+        swap_dir=None if config.swap_dir is None else os.fspath(config.swap_dir),
         faults=faults,
     )
     max_model_len = resolved.max_model_len or geometry.context_length
