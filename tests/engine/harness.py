@@ -47,6 +47,7 @@ class TickingExecutor(FakeExecutor):
             block_size=config.block_size,
             num_blocks=config.num_blocks,
             num_swap_blocks=config.num_swap_blocks,
+            num_disk_blocks=config.num_disk_blocks,
             script=lambda sample: say(sample, sample.num_output_tokens),
         )
         self._clock = clock

@@ -22,6 +22,8 @@ class RandomTraffic(RuleBasedStateMachine):
     @initialize(
         num_blocks=st.integers(2, 24),
         num_swap_blocks=st.sampled_from([0, 1, 3, 8, 40]),
+        num_disk_blocks=st.sampled_from([0, 2, 10, 60]),
+        slow_disk=st.booleans(),
         max_num_seqs=st.integers(1, 8),
         token_budget=st.integers(0, 24),
         preemption_mode=st.sampled_from(["auto", "swap", "recompute"]),
@@ -37,6 +39,8 @@ class RandomTraffic(RuleBasedStateMachine):
         self,
         num_blocks: int,
         num_swap_blocks: int,
+        num_disk_blocks: int,
+        slow_disk: bool,
         max_num_seqs: int,
         token_budget: int,
         preemption_mode: str,
@@ -49,6 +53,7 @@ class RandomTraffic(RuleBasedStateMachine):
         self.harness = Harness(
             num_blocks=num_blocks,
             num_swap_blocks=num_swap_blocks,
+            num_disk_blocks=num_disk_blocks if num_swap_blocks else 0,
             block_size=BLOCK,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + token_budget,
@@ -59,6 +64,7 @@ class RandomTraffic(RuleBasedStateMachine):
             priority_aging=priority_aging,
             demote_after_tokens=demote_after_tokens,
         )
+        self.harness.ends_transfers = not slow_disk
         self.accepted: list[Request] = []
         self.cut_short: set[str] = set()
 
@@ -106,6 +112,21 @@ class RandomTraffic(RuleBasedStateMachine):
         assert num_blocks <= scheduler.device_pool.num_blocks <= least
         assert len(self.harness.shadow.device) <= least
 
+    @precondition(lambda self: self.harness.shadow.transfers)
+    @rule(data=st.data(), fault=st.sampled_from(["", "", "", "eio", "enospc", "checksum"]))
+    def end_transfer(self, data: st.DataObject, fault: str) -> None:
+        """The disk is done with something, in any order, well or badly."""
+        number = data.draw(st.sampled_from(sorted(self.harness.shadow.transfers)))
+        self.harness.end_transfer(number, fault)
+
+    @precondition(lambda self: len(self.harness.scheduler.swapped))
+    @rule(data=st.data())
+    def lose_kv(self, data: st.DataObject) -> None:
+        """Whatever parked work has on any tier is gone."""
+        parked = [request.request_id for request in self.harness.scheduler.swapped]
+        assert self.harness.scheduler.lose_kv(data.draw(st.sampled_from(parked)))
+        self.harness.scheduler.check_integrity()
+
     @precondition(lambda self: self.harness.scheduler.requests)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
@@ -143,6 +164,7 @@ class RandomTraffic(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "harness"):
             return
+        self.harness.ends_transfers = True
         chunks = sum(r.num_prompt_tokens + 2 * r.max_tokens for r in self.accepted)
         self.harness.run(max_steps=100 + 10 * chunks)
         for request in self.accepted:

@@ -268,6 +268,70 @@ def test_another_size_is_another_life(tmp_path: Path) -> None:
     assert checked(write(tmp_path / "lie", rows)).difference is not None
 
 
+@settings(max_examples=10, deadline=None)
+@given(
+    seed=st.integers(0, 10**9),
+    num_swap_blocks=st.sampled_from([4, 16]),
+    num_disk_blocks=st.sampled_from([6, 40]),
+    priority_aging=st.sampled_from([None, 2.0]),
+    max_bytes=st.sampled_from([600, 2**20]),
+)
+def test_parked_work_on_disk_is_replayed(
+    seed: int,
+    num_swap_blocks: int,
+    num_disk_blocks: int,
+    priority_aging: float | None,
+    max_bytes: int,
+) -> None:
+    """The ends of transfers come from outside; what is made of them is decided again."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recording, "KEPT_FILES", 1000)
+        path = Path(folder) / "r"
+        record(
+            path,
+            seed,
+            requests=10,
+            meddling=break_the_disk,
+            max_bytes=max_bytes,
+            num_swap_blocks=num_swap_blocks,
+            num_disk_blocks=num_disk_blocks,
+            priority_aging=priority_aging,
+        )
+        older = len(list(Path(folder).iterdir())) - 1
+        files = [*(Path(f"{path}.{i}") for i in range(older, 0, -1)), path]
+        assert checked(*files).difference is None
+        for file in files:
+            if "gap" not in [row["e"] for row in rows_of(file)]:
+                assert checked(file).difference is None
+
+
+def break_the_disk(harness: RecordedHarness, rng: random.Random) -> None:
+    """Some transfers fail, and sometimes parked work is lost without one."""
+    if rng.random() < 0.1:
+        number = harness.scheduler.tiers.num_begun + 1
+        harness.executor.failing_transfers[number] = rng.choice(["eio", "checksum"])
+    parked = [request.request_id for request in harness.scheduler.swapped]
+    if parked and rng.random() < 0.02:
+        assert harness.scheduler.lose_kv(rng.choice(parked))
+
+
+def test_another_end_of_a_transfer_is_another_life(tmp_path: Path) -> None:
+    traffic = PRESSURE | {"num_swap_blocks": 12, "num_disk_blocks": 40}
+    harness = record(tmp_path / "r", meddling=break_the_disk, **traffic)
+    report = replay_recording([tmp_path / "r"], check=True)
+    assert report.check is not None
+    assert report.check.difference is None
+    summary, metrics = report.summary, harness.scheduler.metrics
+    assert summary.lost == metrics.kv_losses > 0
+    assert summary.demoted_blocks >= metrics.demoted_blocks > 0
+    assert summary.promoted_blocks >= metrics.promoted_blocks > 0
+    assert summary.swapped_s == pytest.approx(metrics.swapped_s_total)
+    rows = rows_of(tmp_path / "r")
+    failed = [row for row in rows if row["e"] == "moved" and row.get("lost")]
+    del failed[0]["faults"]
+    assert checked(write(tmp_path / "lie", rows)).difference is not None
+
+
 # --- lies ---
 
 

@@ -46,7 +46,7 @@ def test_none_is_as_good_as_not_named(a100: Profile) -> None:
 
 def test_every_setting_of_the_scheduler_can_be_told(a100: Profile) -> None:
     """A setting that the scheduler gains and a simulation cannot be told."""
-    renamed = {"policy": "scheduling_policy"}
+    renamed = {"policy": "scheduling_policy", "num_disk_blocks": "swap_disk_gib"}
     for setting in fields(SchedulerConfig):
         assert renamed.get(setting.name, setting.name) in SCHEDULER_OPTIONS
     assert set(SCHEDULER_OPTIONS) <= {option.name for option in fields(EngineConfig)}

@@ -26,6 +26,9 @@ CUDA_POOL_SHARE = 0.8
 DEFAULT_SWAP_GIB = 4.0
 """Size of the swap pool where none is asked for and the RAM allows it."""
 
+DEFAULT_SWAP_DISK_GIB = 16.0
+"""Size of the swap file where there is to be one."""
+
 SWAP_POOL_SHARE = 0.5
 """Most that a swap pool sized in GiB takes of the RAM that the device pool leaves."""
 
@@ -86,6 +89,15 @@ class EngineConfig:
     )
     num_swap_blocks: int | None = _option(
         None, "Size of the swap pool, instead of swap_gib.", unit="blocks"
+    )
+    swap_dir: str | None = _option(
+        None, "Directory in which a file for parked KV cache is made. Default: no disk is used."
+    )
+    swap_disk_gib: float | None = _option(
+        None,
+        "Disk for parked KV cache that RAM has no room for: size of the file in swap_dir, allocated "
+        f"at the start. Default: {DEFAULT_SWAP_DISK_GIB:g}.",
+        unit="GiB",
     )
     max_model_len: int | None = _option(
         None,
@@ -168,6 +180,17 @@ class EngineConfig:
             raise ConfigError(f"kv_cache_gib must be above 0, got {self.kv_cache_gib:g}")
         if self.swap_gib is not None and self.swap_gib < 0:
             raise ConfigError(f"swap_gib must be at least 0, got {self.swap_gib:g}")
+        if self.swap_disk_gib is not None and self.swap_disk_gib <= 0:
+            raise ConfigError(f"swap_disk_gib must be above 0, got {self.swap_disk_gib:g}")
+        if self.swap_disk_gib is not None and self.swap_dir is None:
+            raise ConfigError(
+                f"swap_disk_gib is {self.swap_disk_gib:g}, but swap_dir does not say where"
+            )
+        if self.swap_dir is not None and (self.swap_gib == 0 or self.num_swap_blocks == 0):
+            raise ConfigError(
+                "with swap_dir, swap_gib or num_swap_blocks cannot be 0: parked work reaches the "
+                "disk through RAM"
+            )
         if self.num_threads is not None and self.num_threads < 1:
             raise ConfigError(f"num_threads must be at least 1, got {self.num_threads}")
         if self.record is not None and not str(self.record):
@@ -227,8 +250,12 @@ class EngineConfig:
             )
         num_blocks = self._num_blocks(block_bytes, max_model_len, host_bytes, cuda_bytes)
         left_bytes = host_bytes - (num_blocks * block_bytes if cuda_bytes is None else 0)
+        num_swap_blocks = self._num_swap_blocks(block_bytes, left_bytes)
         return self._scheduler_config(
-            num_blocks, self._num_swap_blocks(block_bytes, left_bytes), max_model_len
+            num_blocks,
+            num_swap_blocks,
+            max_model_len,
+            num_disk_blocks=self._num_disk_blocks(block_bytes) if num_swap_blocks else 0,
         )
 
     def _num_blocks(
@@ -284,12 +311,29 @@ class EngineConfig:
             )
         return min(asked_bytes, limit_bytes) // block_bytes
 
+    def _num_disk_blocks(self, block_bytes: int) -> int:
+        if self.swap_dir is None:
+            return 0
+        gib = DEFAULT_SWAP_DISK_GIB if self.swap_disk_gib is None else self.swap_disk_gib
+        num_blocks = int(gib * GIB) // block_bytes
+        if num_blocks < 1:
+            raise ConfigError(
+                f"swap_disk_gib={gib:g} holds less than one block of KV cache "
+                f"({block_bytes / 2**20:.2f} MiB)"
+            )
+        return num_blocks
+
     def _scheduler_config(
-        self, num_blocks: int, num_swap_blocks: int, max_model_len: int | None
+        self,
+        num_blocks: int,
+        num_swap_blocks: int,
+        max_model_len: int | None,
+        num_disk_blocks: int = 0,
     ) -> SchedulerConfig:
         return SchedulerConfig(
             num_blocks=num_blocks,
             num_swap_blocks=num_swap_blocks,
+            num_disk_blocks=num_disk_blocks,
             block_size=self.block_size,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,

@@ -35,7 +35,7 @@ from layby.errors import (
 from layby.execution.executor import Executor, PositionLogprobs, StepResult
 from layby.sampling_params import SamplingParams
 from layby.scheduling import Request, Scheduler
-from layby.scheduling.plan import StepPlan
+from layby.scheduling.plan import StepPlan, TransferEnd
 from layby.scheduling.request import FinishReason
 from layby.scheduling.request import Sequence as Sample
 
@@ -153,7 +153,7 @@ class Engine:
         self._closed = False
         self._prompt_tokens = self._generation_tokens = self._requests_failed = 0
         self._stats = EngineStats()
-        self._metrics = EngineMetrics(model_name, self.stats)
+        self._metrics = EngineMetrics(model_name, self.stats, scheduler.metrics.swap_faults)
         self._busy_log = BusyLog(clock())
         scheduler.metrics.on_swapped = self._metrics.observe_swapped
         if recorder is not None:
@@ -355,8 +355,12 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether there is anything to do: requests, or a pool that is to change its size."""
-        return bool(self._live) or (self.error is None and self.scheduler.is_resizing)
+        """Whether there is anything to do: requests, a pool that is to change its size, or a transfer
+        of parked work to see the end of."""
+        if self.error is not None:
+            return bool(self._live)
+        scheduler = self.scheduler
+        return bool(self._live or scheduler.is_resizing or scheduler.tiers.num_transfers)
 
     def step(self) -> list[RequestDelta]:
         """Decide, compute, commit; return what was added to each request.
@@ -372,12 +376,15 @@ class Engine:
         self._check_alive()
         try:
             plan = self.scheduler.schedule()
-            result = StepResult([]) if plan.is_empty else self.executor.execute(plan)
+            in_transfer = self.scheduler.tiers.num_transfers
+            idle = plan.is_empty and not in_transfer
+            result = StepResult([]) if idle else self.executor.execute(plan)
             # Failures go first: what they computed must not reach the prefix cache.
             deltas = [self._fail(name, why) for name, why in result.failures.items()]
             self.scheduler.update(plan, result.tokens)
             self._log_classes(plan)
             deltas += self._collect(plan, result)
+            self._end_transfers(result.transfer_ends)
             self._check_progress(plan)
             self._publish()
             self._busy_log.step(self._clock(), self._stats)
@@ -581,7 +588,8 @@ class Engine:
 
     def _check_progress(self, plan: StepPlan) -> None:
         """A scheduler that plans nothing for ever would leave its requests without an answer."""
-        self._empty_steps = self._empty_steps + 1 if plan.is_empty and self._live else 0
+        stalls = plan.is_empty and self._live and not self.scheduler.tiers.num_transfers
+        self._empty_steps = self._empty_steps + 1 if stalls else 0
         if self._empty_steps >= STALL_STEPS:
             raise RuntimeError(f"nothing was scheduled in {STALL_STEPS} steps")
 
@@ -597,6 +605,16 @@ class Engine:
                 after,
                 cause.value,
             )
+
+    def _end_transfers(self, ends: Sequence[TransferEnd]) -> None:
+        """Parked work has been moved between RAM and disk, or could not be."""
+        for end in ends:
+            lost = self.scheduler.transfers_ended([end])
+            if end.fault:
+                what = f"parked work could not be moved to or from disk ({end.fault})"
+                name = ", ".join(request.request_id for request in lost)
+                then = f"request {name} will be recomputed" if lost else "it stays in RAM"
+                logger.warning("%s: %s", what, then)
 
     def _collect(self, plan: StepPlan, result: StepResult) -> list[RequestDelta | None]:
         """Deltas of the requests that the plan sampled, in plan order."""
@@ -742,7 +760,7 @@ class Engine:
     def _publish(self) -> None:
         """Make the snapshot that other threads read."""
         scheduler, metrics = self.scheduler, self.scheduler.metrics
-        device, swap = scheduler.device_pool, scheduler.swap_pool
+        device, swap, disk = scheduler.device_pool, scheduler.swap_pool, scheduler.disk_pool
         load = Load(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
@@ -765,6 +783,15 @@ class Engine:
             num_free_swap_blocks=swap.num_free,
             kv_usage=load.kv_usage,
             swap_usage=load.swap_usage,
+            num_disk_blocks=disk.num_blocks,
+            num_free_disk_blocks=disk.num_free,
+            disk_usage=disk.usage,
+            swapped_out_blocks=metrics.swapped_out_blocks,
+            swapped_in_blocks=metrics.swapped_in_blocks,
+            demoted_blocks=metrics.demoted_blocks,
+            promoted_blocks=metrics.promoted_blocks,
+            swap_faults=sum(metrics.swap_faults.values()),
+            kv_losses=metrics.kv_losses,
             kv_usage_max=metrics.kv_usage_max,
             requests_accepted=metrics.requests_accepted,
             requests_finished=metrics.requests_finished,

@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
@@ -55,7 +56,12 @@ class EngineStats(Mapping[str, Any]):
         num_blocks, num_free_blocks: Device pool; free includes reusable cached blocks.
         num_target_blocks: Size that the device pool is to have; see ``Engine.resize_kv_pool``.
         num_swap_blocks, num_free_swap_blocks: The same of the swap pool.
-        kv_usage, swap_usage: Share of each pool that is held now, 0 to 1.
+        num_disk_blocks, num_free_disk_blocks: The same of the disk below it.
+        kv_usage, swap_usage, disk_usage: Share of each that is held now, 0 to 1.
+        swapped_out_blocks, swapped_in_blocks: Blocks moved to the swap pool, and back.
+        demoted_blocks, promoted_blocks: Blocks moved from there to disk, and back.
+        swap_faults: Transfers between RAM and disk that failed.
+        kv_losses: Parked requests that had to be recomputed because of it, or for lack of room.
         kv_usage_max: Largest ``kv_usage`` at the end of a step.
         requests_accepted, requests_finished, requests_aborted: Totals; finished are those that
             ended by themselves, aborted all others.
@@ -86,6 +92,15 @@ class EngineStats(Mapping[str, Any]):
     num_free_swap_blocks: int = 0
     kv_usage: float = 0.0
     swap_usage: float = 0.0
+    num_disk_blocks: int = 0
+    num_free_disk_blocks: int = 0
+    disk_usage: float = 0.0
+    swapped_out_blocks: int = 0
+    swapped_in_blocks: int = 0
+    demoted_blocks: int = 0
+    promoted_blocks: int = 0
+    swap_faults: int = 0
+    kv_losses: int = 0
     kv_usage_max: float = 0.0
     requests_accepted: int = 0
     requests_finished: int = 0
@@ -136,9 +151,15 @@ class EngineMetrics:
     Args:
         model_name: Value of the ``model_name`` label.
         read_stats: Gives the latest snapshot; called at scrape time, from any thread.
+        swap_faults: Failed transfers between RAM and disk so far, by kind; read at scrape time.
     """
 
-    def __init__(self, model_name: str, read_stats: Callable[[], EngineStats]) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        read_stats: Callable[[], EngineStats],
+        swap_faults: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
         self.registry = CollectorRegistry()
         self._model_name = model_name
         self._finished_by_reason: dict[str, int] = {"stop": 0, "length": 0, "abort": 0, "error": 0}
@@ -163,7 +184,9 @@ class EngineMetrics:
             buckets=_SWAPPED_BUCKETS_S,
             registry=self.registry,
         )
-        self.registry.register(_StatsCollector(model_name, read_stats, self._finished_by_reason))
+        self.registry.register(
+            _StatsCollector(model_name, read_stats, self._finished_by_reason, swap_faults)
+        )
 
     def observe_first_token(self, seconds: float) -> None:
         """A request's first token came so long after its arrival."""
@@ -235,14 +258,17 @@ class _StatsCollector(Collector):
         model_name: str,
         read_stats: Callable[[], EngineStats],
         finished_by_reason: Mapping[str, int],
+        swap_faults: Mapping[str, int],
     ) -> None:
         self._model_name = model_name
         self._read_stats = read_stats
         self._finished_by_reason = finished_by_reason
+        self._swap_faults = swap_faults
 
     def collect(self) -> Iterator[Metric]:
         stats = self._read_stats()
         yield from self._own(stats)
+        yield from self._tiers(stats)
         yield from self._customary(stats)
 
     def _own(self, stats: EngineStats) -> Iterator[Metric]:
@@ -293,6 +319,37 @@ class _StatsCollector(Collector):
             "layby_demotions",
             "Classes that requests sank because they ran long.",
             value=stats.demotions,
+        )
+
+    def _tiers(self, stats: EngineStats) -> Iterator[Metric]:
+        usage = GaugeMetricFamily(
+            "layby_swap_usage", "Share of each tier of parked work in use, 0 to 1.", labels=["tier"]
+        )
+        usage.add_metric(["ram"], stats.swap_usage)
+        usage.add_metric(["disk"], stats.disk_usage)
+        yield usage
+        moved = CounterMetricFamily(
+            "layby_swap_moved_blocks",
+            "Blocks of parked work moved: device to RAM (out), RAM to disk (demote), and back.",
+            labels=["move"],
+        )
+        moved.add_metric(["out"], stats.swapped_out_blocks)
+        moved.add_metric(["in"], stats.swapped_in_blocks)
+        moved.add_metric(["demote"], stats.demoted_blocks)
+        moved.add_metric(["promote"], stats.promoted_blocks)
+        yield moved
+        faults = CounterMetricFamily(
+            "layby_swap_faults",
+            "Transfers between RAM and disk that failed, by what went wrong.",
+            labels=["kind"],
+        )
+        for kind, count in sorted(dict(self._swap_faults).items()):
+            faults.add_metric([kind], count)
+        yield faults
+        yield CounterMetricFamily(
+            "layby_kv_losses",
+            "Parked requests recomputed because of a fault, or because no tier had room.",
+            value=stats.kv_losses,
         )
 
     def _customary(self, stats: EngineStats) -> Iterator[Metric]:

@@ -17,6 +17,8 @@ the configuration in its first line, a scheduler can be led through the same lif
 | `abort` | a request was aborted or failed                                                   |
 | `class` | a request was put into another class                                              |
 | `size`  | the device pool is to have another size                                           |
+| `moved` | transfers of parked work between RAM and disk have ended                          |
+| `lost`  | a parked request's KV was lost                                                    |
 | `hash`  | content of blocks that samples have filled; stands before what depends on it      |
 | `broken`| the scheduler raised an error; what follows proves nothing                        |
 | `close` | the engine was closed in good order                                               |
@@ -67,6 +69,8 @@ from layby.scheduling import (
     SchedulerConfig,
     Sequence,
     StepPlan,
+    Transfer,
+    TransferEnd,
 )
 
 logger = logging.getLogger("layby.engine")
@@ -130,6 +134,8 @@ class State:
     device_cached: Ints
     hashes: str = ""
     swap_free: Ints = field(default_factory=list)
+    disk_free: Ints = field(default_factory=list)
+    num_transfers: int = 0
 
 
 @dataclass(slots=True)
@@ -194,6 +200,8 @@ class Step:
             destination …
         num_blocks: The device pool's new size; 0: it stays.
         classes: Changes of class: request, class before, class after.
+        demoted, promoted: Transfers that begin: number, source, destination, source …
+        lost: Parked requests that were given up.
         digest: Of the plan.
     """
 
@@ -211,6 +219,9 @@ class Step:
     copies: Ints = field(default_factory=list)
     num_blocks: int = 0
     classes: Rows = field(default_factory=list)
+    demoted: Rows = field(default_factory=list)
+    promoted: Rows = field(default_factory=list)
+    lost: Ints = field(default_factory=list)
     digest: str = ""
 
 
@@ -269,6 +280,31 @@ class Resize:
 
 
 @dataclass(slots=True)
+class Moved:
+    """Transfers have ended.
+
+    Attributes:
+        transfers: Their numbers.
+        times: When: one reading.
+        faults: The fault of each; empty if none had one.
+        lost: Requests whose KV could not be read back.
+    """
+
+    transfers: Ints
+    times: Times
+    faults: Strs = field(default_factory=list)
+    lost: Ints = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Lost:
+    """A parked request's KV was lost without a transfer."""
+
+    request: int
+    times: Times
+
+
+@dataclass(slots=True)
 class Hashes:
     """Contents of blocks that lie behind the prompt's full ones: those of sample ``samples[i]`` of
     request ``requests[i]`` which follow its known ones are ``hashes[i]``."""
@@ -291,8 +327,8 @@ class Close:
 
 
 Event = (
-    Head | State | Gap | Arrival | Run | Step | Done | Cut | Abort | Reclassed | Resize | Hashes
-    | Broken | Close
+    Head | State | Gap | Arrival | Run | Step | Done | Cut | Abort | Reclassed | Resize | Moved
+    | Lost | Hashes | Broken | Close
 )  # fmt: skip
 
 _KINDS: dict[str, type[Event]] = {
@@ -307,6 +343,8 @@ _KINDS: dict[str, type[Event]] = {
     "abort": Abort,
     "class": Reclassed,
     "size": Resize,
+    "moved": Moved,
+    "lost": Lost,
     "hash": Hashes,
     "broken": Broken,
     "close": Close,
@@ -376,6 +414,8 @@ _KEYS = {
     "copies": "cp",
     "num_blocks": "size",
     "classes": "cl",
+    "demoted": "de",
+    "promoted": "pm",
     "stops": "stop",
     "ended": "end",
     "sample": "i",
@@ -502,12 +542,16 @@ def is_steady(plan: StepPlan) -> bool:
         or plan.copy
         or plan.num_blocks
         or plan.class_changes
+        or plan.demote
+        or plan.promote
+        or plan.lost
     )
 
 
 class PlanDigest:
-    """A short digest of plans: what is computed and in which blocks, all moves, the pool's size, who
-    was let in with what wishes, whose class changed, and the time."""
+    """A short digest of plans: what is computed and in which blocks, all moves and transfers, the
+    pool's size, who was let in with what wishes, whose class changed, who was given up, and the
+    time."""
 
     __slots__ = ("_hash", "_is_new")
 
@@ -545,8 +589,12 @@ class PlanDigest:
             times.append(request.arrival_time)
             numbers += (request.order, request.num_prompt_tokens, request.max_tokens, request.n)
             numbers += (bounded(request.priority), bounded(request.min_tokens))
-        for row in class_rows(plan):
-            numbers += row
+        for rows in (class_rows(plan), _transfers(plan.demote), _transfers(plan.promote)):
+            numbers.append(len(rows))
+            for row in rows:
+                numbers.append(len(row))
+                numbers += row
+        numbers += [request.order for request in plan.lost]
         self._hash.update(struct.pack(f"<{len(times)}d{len(numbers)}q", *times, *numbers))
 
     def text(self) -> str:
@@ -576,6 +624,9 @@ def step_event(plan: StepPlan) -> Step:
         copies=_flat(plan.copy),
         num_blocks=plan.num_blocks or 0,
         classes=class_rows(plan),
+        demoted=_transfers(plan.demote),
+        promoted=_transfers(plan.promote),
+        lost=[request.order for request in plan.lost],
         digest=digest.text(),
     )
 
@@ -590,6 +641,10 @@ def class_rows(plan: StepPlan) -> list[list[int]]:
 
 def _flat(moves: Iterable[BlockMove]) -> list[int]:
     return [block for move in moves for block in move]
+
+
+def _transfers(transfers: Iterable[Transfer]) -> list[list[int]]:
+    return [[transfer.number, *_flat(transfer.moves)] for transfer in transfers]
 
 
 def ending(request: Request) -> list[int]:
@@ -865,6 +920,26 @@ class Recorder:
         self._add(Resize(num_blocks))
         self._pause()
 
+    def moved(
+        self, ends: SequenceOf[TransferEnd], lost: SequenceOf[Request], now: float
+    ) -> None:
+        """Transfers have ended, and with them the KV of these requests is lost."""
+        faults = [end.fault for end in ends]
+        self._add(
+            Moved(
+                [end.number for end in ends],
+                [self._code(now)],
+                faults if any(faults) else [],
+                [request.order for request in lost],
+            )
+        )
+        self._pause()
+
+    def lost(self, request: Request, now: float) -> None:
+        """A parked request's KV was lost."""
+        self._add(Lost(request.order, [self._code(now)]))
+        self._pause()
+
     def broken(self, fault: BaseException) -> None:
         """The scheduler raised an error."""
         self._add(Broken(type(fault).__name__))  # its text might say anything
@@ -986,6 +1061,8 @@ class Recorder:
             device_cached=[block for block, _ in idle.device.cached],
             hashes=self._hashes(content for _, content in idle.device.cached),
             swap_free=idle.swap.free,
+            disk_free=idle.disk.free,
+            num_transfers=idle.num_transfers,
         )
 
 
@@ -1083,6 +1160,21 @@ class RecordedScheduler(Scheduler):
         """See ``Scheduler``."""
         super().resize(num_blocks)
         self._tell(self.recorder.resized, num_blocks)
+
+    def transfers_ended(self, ends: Iterable[TransferEnd]) -> list[Request]:
+        """See ``Scheduler``."""
+        ends = list(ends)
+        lost = super().transfers_ended(ends)
+        if ends:
+            self._tell(self.recorder.moved, ends, lost, self._watched.last)
+        return lost
+
+    def lose_kv(self, request_id: str) -> bool:
+        """See ``Scheduler``."""
+        was_parked = super().lose_kv(request_id)
+        if was_parked:
+            self._tell(self.recorder.lost, self.requests[request_id], self._watched.last)
+        return was_parked
 
     def _tell(self, method: Callable[..., None], *args: object, **named: object) -> None:
         if self.recorder.error is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -140,6 +140,14 @@ class KVCache:
         """Wait until the moves are done and the swap pool's bytes may be read by other means."""
         if self._stream is not None:
             self._stream.synchronize()
+
+    def fence(self) -> Callable[[], None]:
+        """A function that returns when the moves made so far are done."""
+        if self._stream is None:
+            return lambda: None
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event.synchronize
 
     def _index(self, blocks: Sequence[int]) -> Tensor:
         return torch.tensor(blocks, dtype=torch.int64, device=self.pool.device)

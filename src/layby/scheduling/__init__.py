@@ -14,7 +14,14 @@ from layby.scheduling.budget import SchedulingBudget
 from layby.scheduling.config import SchedulerConfig
 from layby.scheduling.memory import KVMemory
 from layby.scheduling.metrics import SchedulerMetrics
-from layby.scheduling.plan import BlockMove, PreemptionMode, ScheduledSequence, StepPlan
+from layby.scheduling.plan import (
+    BlockMove,
+    PreemptionMode,
+    ScheduledSequence,
+    StepPlan,
+    Transfer,
+    TransferEnd,
+)
 from layby.scheduling.policy import POLICIES, Phase, Policy, SwappedFirst
 from layby.scheduling.queues import RequestQueue
 from layby.scheduling.request import (
@@ -51,4 +58,6 @@ __all__ = [
     "Sequence",
     "StepPlan",
     "SwappedFirst",
+    "Transfer",
+    "TransferEnd",
 ]

@@ -17,6 +17,8 @@ class SchedulerConfig:
     Attributes:
         num_blocks: Blocks of the device pool.
         num_swap_blocks: Blocks of the swap pool; 0 leaves recompute as the only way out.
+        num_disk_blocks: Blocks on disk below the swap pool, through which they are filled; 0: no
+            disk.
         block_size: Token slots of one block.
         max_num_seqs: Most sequences on the device at a time.
         max_num_batched_tokens: Most tokens one step computes.
@@ -38,6 +40,7 @@ class SchedulerConfig:
 
     num_blocks: int
     num_swap_blocks: int = 0
+    num_disk_blocks: int = 0
     block_size: int = 16
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
@@ -56,6 +59,7 @@ class SchedulerConfig:
         for name, low in (
             ("num_blocks", 1),
             ("num_swap_blocks", 0),
+            ("num_disk_blocks", 0),
             ("block_size", 1),
             ("max_num_seqs", 1),
             ("max_num_batched_tokens", 1),
@@ -80,6 +84,11 @@ class SchedulerConfig:
         ):
             raise ConfigError(
                 f"priority_aging must be a finite number of seconds from 0.001 up, got {aging_s!r}"
+            )
+        if self.num_disk_blocks and not self.num_swap_blocks:
+            raise ConfigError(
+                f"num_disk_blocks is {self.num_disk_blocks} and num_swap_blocks is 0: work reaches "
+                "the disk through the swap pool, so it must hold something"
             )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(

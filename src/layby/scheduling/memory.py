@@ -6,6 +6,7 @@ One verb per move, each with the question that must be asked first::
     growth      → grow       blocks, and private copies, for the next token
     can_park    → park       device → swap pool
     resume_need → resume     swap pool → device; content still on the device is not moved
+                  lose       parked → nowhere
                   drop       device → nowhere: the tokens stay, their KV does not
                   relocate   stranded blocks → free blocks of a device pool that shrinks
                   fork       samples share what their prompt has computed
@@ -34,10 +35,13 @@ class _Placement:
 
 
 class KVMemory:
-    """Block tables of all requests over the two pools.
+    """Block tables of all requests over the pools.
+
+    Parked work comes and goes through the swap pool. What is moved between that and the disk is
+    decided in ``tiers.py``.
 
     Args:
-        num_blocks, num_swap_blocks: Pool sizes in blocks.
+        num_blocks, num_swap_blocks, num_disk_blocks: Pool sizes in blocks.
         block_size: Token slots per block.
         enable_prefix_caching: Find full blocks by content.
 
@@ -47,10 +51,17 @@ class KVMemory:
     """
 
     def __init__(
-        self, num_blocks: int, num_swap_blocks: int, block_size: int, *, enable_prefix_caching: bool
+        self,
+        num_blocks: int,
+        num_swap_blocks: int,
+        block_size: int,
+        *,
+        enable_prefix_caching: bool,
+        num_disk_blocks: int = 0,
     ) -> None:
         self.device = BlockPool(num_blocks)
         self.swap = BlockPool(num_swap_blocks)
+        self.disk = BlockPool(num_disk_blocks)
         self.target_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
@@ -305,14 +316,21 @@ class KVMemory:
 
     # --- device ↔ swap pool ---
 
-    def can_park(self, request: Request) -> bool:
+    def can_park(self, request: Request, *, spare: int = 0) -> bool:
         """Whether the swap pool can take what the request has computed.
+
+        ``spare`` blocks of it are held, but could be given up at once.
 
         A request that has computed nothing has nothing to park. One whose samples still wait for
         their common prefix to be computed again cannot be parked: their KV has a gap.
         """
         stored = self._stored_blocks(request)
-        return bool(stored) and request.prefix_owner is None and len(stored) <= self.swap.num_free
+        room = self.swap.num_free + spare
+        return bool(stored) and request.prefix_owner is None and len(stored) <= room
+
+    def stored_blocks(self, request: Request) -> int:
+        """Different device blocks with something computed in them: what parking would move."""
+        return len(self._stored_blocks(request))
 
     def park(self, request: Request) -> list[BlockMove]:
         """Move what is computed to the swap pool and leave the device; returns the moves."""
@@ -386,6 +404,7 @@ class KVMemory:
             placed.update(seq.swap_table)
             self._leaving += seq.swap_table
             seq.swap_table = []
+        self.leave_disk(request)
         # Findable when the moves are done: a step that breaks off must not leave a false promise.
         self._arriving += [
             (block, address)
@@ -425,15 +444,34 @@ class KVMemory:
             seq.num_computed = seq.num_published = 0
         request.prefix_owner = None
 
+    def lose(self, request: Request) -> None:
+        """Forget a parked request's KV; its tokens stay."""
+        self.leave_swap(request)
+        self.leave_disk(request)
+        self.drop(request)
+
+    def leave_swap(self, request: Request) -> None:
+        """Give up a parked request's place in the swap pool."""
+        for seq in request.live_sequences:
+            self.swap.release(seq.swap_table)
+            seq.swap_table = []
+
+    def leave_disk(self, request: Request) -> None:
+        """Give up a parked request's place on disk."""
+        for seq in request.live_sequences:
+            self.disk.release(seq.disk_table)
+            seq.disk_table = []
+
     def release(self, seq: Sequence) -> None:
-        """Give up everything a sequence holds, in either pool."""
+        """Give up everything a sequence holds, in any pool."""
         if seq.request.prefix_owner is seq:
             self._hand_prefix_over(seq)
         if seq.block_table:
             self.publish(seq)
         self.device.release(seq.block_table)
         self.swap.release(seq.swap_table)
-        seq.block_table, seq.swap_table = [], []
+        self.disk.release(seq.disk_table)
+        seq.block_table, seq.swap_table, seq.disk_table = [], [], []
 
     def _hand_prefix_over(self, owner: Sequence) -> None:
         """Another sample goes on with computing the prefix that all of them share."""
@@ -449,18 +487,35 @@ class KVMemory:
             self.device.release(seq.block_table)
             seq.block_table = []
 
-    def check_integrity(self, requests: list[Request]) -> None:
-        """Verify both pools, and that reference counts equal what the tables hold.
+    def check_integrity(
+        self,
+        requests: list[Request],
+        *,
+        moving_swap: Iterable[int] = (),
+        moving_disk: Iterable[int] = (),
+    ) -> None:
+        """Verify all pools, and that reference counts equal what the tables hold.
+
+        Args:
+            requests: All that are alive.
+            moving_swap, moving_disk: Blocks that transfers hold, beside the tables.
 
         Raises:
             AssertionError: They do not.
         """
-        self.device.check_integrity()
-        self.swap.check_integrity()
+        for pool in (self.device, self.swap, self.disk):
+            pool.check_integrity()
         on_device = Counter(b for r in requests for seq in r.sequences for b in seq.block_table)
         in_swap = Counter(b for r in requests for seq in r.sequences for b in seq.swap_table)
         in_swap.update(self._leaving)
-        for pool, tables in ((self.device, on_device), (self.swap, in_swap)):
+        in_swap.update(moving_swap)
+        on_disk = Counter(b for r in requests for seq in r.sequences for b in seq.disk_table)
+        on_disk.update(moving_disk)
+        for pool, tables in (
+            (self.device, on_device),
+            (self.swap, in_swap),
+            (self.disk, on_disk),
+        ):
             for block in range(pool.extent):
                 assert pool.ref_count(block) == tables[block], (
                     f"block {block} counts {pool.ref_count(block)} holders, "

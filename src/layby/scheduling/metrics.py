@@ -21,6 +21,9 @@ class SchedulerMetrics:
         swaps_completed: Parked requests that came back or ended while parked.
         swapped_s_total: Seconds they were parked, all together.
         swapped_out_blocks, swapped_in_blocks: Blocks moved.
+        demoted_blocks, promoted_blocks: Blocks moved from RAM to disk, and back.
+        swap_faults: Failed transfers between RAM and disk, by kind.
+        kv_losses: Parked requests whose KV was lost, to be computed again.
         swap_in_reused_blocks: Blocks that needed no move because their content was still there.
         prefix_cache_queried_tokens, prefix_cache_hit_tokens: Tokens of admitted requests, and how
             many of them were found computed.
@@ -40,6 +43,10 @@ class SchedulerMetrics:
     swapped_s_total: float = 0.0
     swapped_out_blocks: int = 0
     swapped_in_blocks: int = 0
+    demoted_blocks: int = 0
+    promoted_blocks: int = 0
+    swap_faults: dict[str, int] = field(default_factory=dict)
+    kv_losses: int = 0
     swap_in_reused_blocks: int = 0
     prefix_cache_queried_tokens: int = 0
     prefix_cache_hit_tokens: int = 0
@@ -69,6 +76,10 @@ class SchedulerMetrics:
             self.preemptions_swap += 1
         else:
             self.preemptions_recompute += 1
+
+    def count_fault(self, kind: str) -> None:
+        """One transfer failed."""
+        self.swap_faults[kind] = self.swap_faults.get(kind, 0) + 1
 
     def count_swapped(self, duration_s: float) -> None:
         """One parking ended, by resumption or otherwise."""

@@ -19,6 +19,37 @@ class BlockMove(NamedTuple):
     dst: int
 
 
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """The blocks of one parked request on their way between RAM and disk.
+
+    It starts when the step's other moves are done and takes as long as it takes, beside the steps
+    that follow. Nobody else touches its blocks in either pool until its end has been reported.
+
+    Attributes:
+        number: Unique among transfers; their ends are reported by it.
+        moves: Swap block → disk block, or back; the list that holds it says which.
+    """
+
+    number: int
+    moves: tuple[BlockMove, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TransferEnd:
+    """A transfer is over.
+
+    Attributes:
+        number: Which.
+        fault: Why it failed, in a word (``eio``, ``enospc``, ``short``, ``checksum``, ``other``);
+            empty if it did not. What a failed transfer has written is worth nothing; what it was
+            to read is as it was.
+    """
+
+    number: int
+    fault: str = ""
+
+
 class PreemptionMode(Enum):
     """How a running request leaves the device."""
 
@@ -47,6 +78,8 @@ class StepPlan:
     """One step: moves first, in the order ``swap_out``, ``relocate``, ``swap_in``, ``copy``; then
     the forward pass.
 
+    Beside it, transfers between RAM and disk begin; they outlast the step.
+
     Within one list all reads come before all writes, so a block may be the source of one move and
     the destination of another.
 
@@ -61,8 +94,11 @@ class StepPlan:
         copy: Device block → device block (copy-on-write).
         num_blocks: The device pool's new size, None if it stays. Blocks that come with it may be
             used by this step's moves; those that go are free once its moves are done.
+        demote: Transfers that begin, swap block → disk block.
+        promote: Transfers that begin, disk block → swap block.
         preempted: Requests that left the device in this step, and how.
         resumed: Requests that came back from the swap pool in this step.
+        lost: Parked requests whose KV was given up for lack of room; they wait again.
         admitted: Requests that came from the waiting queue in this step.
         class_changes: Requests whose class changed since the step before, up to this decision.
         num_steady: So many of the first in ``scheduled`` go on decoding as in the step before.
@@ -78,8 +114,11 @@ class StepPlan:
     swap_in: list[BlockMove] = field(default_factory=list)
     copy: list[BlockMove] = field(default_factory=list)
     num_blocks: int | None = None
+    demote: list[Transfer] = field(default_factory=list)
+    promote: list[Transfer] = field(default_factory=list)
     preempted: list[tuple[Request, PreemptionMode]] = field(default_factory=list)
     resumed: list[Request] = field(default_factory=list)
+    lost: list[Request] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
     class_changes: list[ClassChange] = field(default_factory=list)
     num_steady: int = 0
@@ -90,4 +129,5 @@ class StepPlan:
     def is_empty(self) -> bool:
         """Whether there is nothing to do at all."""
         moves = self.swap_out or self.relocate or self.swap_in or self.copy
-        return not (self.scheduled or moves) and self.num_blocks is None
+        transfers = self.demote or self.promote
+        return not (self.scheduled or moves or transfers) and self.num_blocks is None

@@ -28,7 +28,11 @@ _NEXT = {
         RequestStatus.WAITING,  # by recompute only
         RequestStatus.FINISHED,
     },
-    RequestStatus.SWAPPED: {RequestStatus.RUNNING, RequestStatus.FINISHED},
+    RequestStatus.SWAPPED: {
+        RequestStatus.RUNNING,
+        RequestStatus.WAITING,  # only when its KV is lost
+        RequestStatus.FINISHED,
+    },
     RequestStatus.FINISHED: set(),
 }
 
@@ -69,6 +73,7 @@ class Sequence:
         is_decoding: All tokens but the last one sampled are stored.
         block_table: Device blocks that hold positions 0, 1, … ; empty off the device.
         swap_table: The same in the swap pool; empty unless the request is swapped.
+        disk_table: The same on disk, below the swap pool. A swapped request may be in both.
         finish_reason: None while it is alive.
     """
 
@@ -76,6 +81,7 @@ class Sequence:
         "_num_computed",
         "block_hashes",
         "block_table",
+        "disk_table",
         "finish_reason",
         "index",
         "is_decoding",
@@ -103,6 +109,7 @@ class Sequence:
         self.num_published = 0  # full blocks that others can find by their content
         self.block_table: list[int] = []
         self.swap_table: list[int] = []
+        self.disk_table: list[int] = []
         self.block_hashes: list[Hashable] = []
         self.finish_reason: FinishReason | None = None
         self.stop_token: int | None = None

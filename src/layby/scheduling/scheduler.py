@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from enum import Enum
@@ -16,7 +16,13 @@ from layby.scheduling.config import SchedulerConfig
 from layby.scheduling.intake import Intake
 from layby.scheduling.memory import KVMemory
 from layby.scheduling.metrics import SchedulerMetrics
-from layby.scheduling.plan import BlockMove, PreemptionMode, ScheduledSequence, StepPlan
+from layby.scheduling.plan import (
+    BlockMove,
+    PreemptionMode,
+    ScheduledSequence,
+    StepPlan,
+    TransferEnd,
+)
 from layby.scheduling.policy import POLICIES, Phase, Policy
 from layby.scheduling.queues import RequestQueue
 from layby.scheduling.request import (
@@ -27,6 +33,7 @@ from layby.scheduling.request import (
     check_priority,
 )
 from layby.scheduling.steady import SteadyDecodes
+from layby.scheduling.tiers import SwapTiers
 
 
 class Fit(Enum):
@@ -41,14 +48,17 @@ class IdleState:
     """Everything the decisions of a scheduler without requests depend on, but its configuration.
 
     Attributes:
-        num_steps, num_added: Steps decided and requests accepted so far: both are numbered on.
-        device, swap: The block pools.
+        num_steps, num_added, num_transfers: Steps decided, requests accepted and transfers begun so
+            far: all are numbered on.
+        device, swap, disk: The block pools.
     """
 
     num_steps: int
     num_added: int
+    num_transfers: int
     device: PoolState
     swap: PoolState
+    disk: PoolState
 
 
 @dataclass(slots=True)
@@ -103,6 +113,7 @@ class Scheduler:
             config.num_swap_blocks,
             config.block_size,
             enable_prefix_caching=config.enable_prefix_caching,
+            num_disk_blocks=config.num_disk_blocks,
         )
         self._intake = Intake(config, self.memory)
         self.waiting = RequestQueue(self.policy.urgency)
@@ -120,6 +131,7 @@ class Scheduler:
             RequestStatus.SWAPPED: self.swapped,
         }
         self._classes = Classes(config, self._queues, self.metrics)
+        self.tiers = SwapTiers(self.memory, self.swapped, self.metrics)
         self._num_steps = 0
         self._num_added = 0
         self._open_plan: StepPlan | None = None
@@ -213,6 +225,7 @@ class Scheduler:
                 case Phase.WAITING:
                     self._schedule_waiting(step)  # admit new work with what is left
         self._spend_rest(step)
+        self._tend_tiers(step)
         return self._commit_step(step)
 
     def _stand_fast(self) -> _Step:
@@ -227,6 +240,8 @@ class Scheduler:
         )
         self._classes.promote(step.plan.now)
         self._classes.demote(self._num_steps)
+        if self._classes.changes:
+            self.tiers.reorder()
         for request in self._attended:
             self._take_seat(request, step)
         self._grow_steady(step)
@@ -308,9 +323,18 @@ class Scheduler:
                     return
             self._admit(request, step)
 
+    def _tend_tiers(self, step: _Step) -> None:
+        """Let parked work move between RAM and disk."""
+        while given_up := self.tiers.tend(step.plan, is_idle=not self.running):
+            for request in given_up:
+                self._lose(request, step.plan.now)
+            step.plan.lost += given_up
+
     # --- questions ---
 
     def _can_resume(self, request: Request, step: _Step) -> Fit:
+        if not self.tiers.is_in_ram(request):
+            return Fit.LATER
         return self._fits(request, self.memory.resume_need(request), step)
 
     def _can_admit(self, request: Request, step: _Step) -> Fit:
@@ -336,6 +360,7 @@ class Scheduler:
         request.move_to(RequestStatus.RUNNING)
         num_parked = self.memory.parked_blocks(request)
         moves = self.memory.resume(request)
+        self.tiers.forget(request)
         step.plan.swap_in += moves
         step.plan.resumed.append(request)
         step.entered.add(request)
@@ -362,8 +387,9 @@ class Scheduler:
         undone: its place, its blocks and its share of the budget."""
         self._unplan(victim, step)
         self._leave_running(victim)
-        mode = self.policy.way_out(victim, can_swap=self.memory.can_park(victim))
+        mode = self.policy.way_out(victim, can_swap=self.tiers.can_park(victim))
         if mode is PreemptionMode.SWAP:
+            self.tiers.make_room(victim)
             victim.move_to(RequestStatus.SWAPPED)
             moves = self.memory.park(victim)
             step.plan.swap_out += _before(step.plan.relocate, moves)
@@ -420,6 +446,7 @@ class Scheduler:
             case RequestStatus.SWAPPED:
                 self.swapped.remove(request)
                 self._classes.end_wait(request, now)
+                self.tiers.forget(request)
                 self._end_parking(request, now)
             case _:
                 self._leave_running(request)
@@ -640,6 +667,50 @@ class Scheduler:
         self.metrics.requests_finished += 1
         return True
 
+    # --- what parked work went through ---
+
+    def transfers_ended(self, ends: Iterable[TransferEnd]) -> list[Request]:
+        """Take the ends of transfers between RAM and disk, after ``update``.
+
+        Returns:
+            Requests whose KV could not be read back; they are in the waiting queue now.
+
+        Raises:
+            ValueError: There is no such transfer.
+        """
+        lost = []
+        now = self.clock()
+        for end in ends:
+            self._is_quiet = False
+            if (request := self.tiers.end(end)) is not None:
+                self._lose(request, now)
+                lost.append(request)
+        return lost
+
+    def lose_kv(self, request_id: str) -> bool:
+        """swapped → waiting: a parked request's KV is gone, and is to be computed again.
+
+        Returns:
+            False if no request of this id is parked.
+        """
+        request = self.requests.get(request_id)
+        if request is None or request.status is not RequestStatus.SWAPPED:
+            return False
+        self._lose(request, self.clock())
+        return True
+
+    def _lose(self, request: Request, now: float) -> None:
+        self.swapped.remove(request)
+        self.tiers.forget(request)
+        self._classes.end_wait(request, now)
+        request.move_to(RequestStatus.WAITING)
+        self.memory.lose(request)
+        self._end_parking(request, now)
+        self._classes.begin_wait_again(request, now)
+        self.waiting.add(request)
+        self._is_quiet = False
+        self.metrics.kv_losses += 1
+
     # --- many steps at once ---
 
     def quiet_steps(self) -> int:
@@ -653,6 +724,8 @@ class Scheduler:
             return 0
         if self._classes.may_rise:
             return 0  # at a time, and how long a step takes is not known here
+        if self.tiers.num_transfers:
+            return 0  # their ends come from outside
         sequences = [item.sequence for item in self._steady.turns()]
         steps = min((seq.most_tokens - len(seq.tokens) for seq in sequences), default=1) - 1
         to_demotion = self._classes.steps_to_demotion(self._num_steps)
@@ -803,9 +876,14 @@ class Scheduler:
         return self.memory.swap
 
     @property
+    def disk_pool(self) -> BlockPool:
+        """The blocks on disk below it."""
+        return self.memory.disk
+
+    @property
     def is_idle(self) -> bool:
         """Whether nothing is there, in flight or about to happen: pools that nobody uses."""
-        is_busy = self.requests or self._open_plan is not None
+        is_busy = self.requests or self._open_plan is not None or self.tiers.num_transfers
         return not (is_busy or self.is_resizing or self._classes.changes)
 
     def idle_state(self) -> IdleState:
@@ -818,8 +896,10 @@ class Scheduler:
         return IdleState(
             self._num_steps,
             self._num_added,
+            self.tiers.num_begun,
             self.memory.device.idle_state(),
             self.memory.swap.idle_state(),
+            self.memory.disk.idle_state(),
         )
 
     def restore(self, state: IdleState) -> None:
@@ -838,7 +918,9 @@ class Scheduler:
             self.memory.target_blocks = self._executor_blocks = num_blocks
         self.memory.device.restore(state.device)
         self.memory.swap.restore(state.swap)
+        self.memory.disk.restore(state.disk)
         self._num_steps, self._num_added = state.num_steps, state.num_added
+        self.tiers.num_begun = state.num_transfers
 
     def _check_idle(self) -> None:
         if not self.is_idle:
@@ -864,9 +946,10 @@ class Scheduler:
             for seq in request.sequences:
                 assert not seq.block_table or request.status is RequestStatus.RUNNING
                 assert not seq.swap_table or request.status is RequestStatus.SWAPPED
+                assert not seq.disk_table or request.status is RequestStatus.SWAPPED
         last_step = self._num_steps - (self._open_plan is not None)
         self._classes.check_integrity(self.requests.values(), steady, last_step)
-        self.memory.check_integrity(list(self.requests.values()))
+        self.tiers.check_integrity(self.requests.values())
         if not self.is_resizing:
             assert self.memory.device.num_stranded == 0
 

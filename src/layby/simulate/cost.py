@@ -9,6 +9,8 @@ A step costs, in seconds, the sum of
     decode_context_s         per position that a decode row attends to
     swap_out, swap_in, copy  a fixed part if there are any, and a part per block
 
+Transfers between RAM and disk run beside the steps, and cost their own time only.
+
 Everything is additive because the engine does one thing after another. What does not grow in
 proportion (a few rows cost as much as one, as long as reading the weights takes longest) is in the
 curves: a roofline ``max(bandwidth, compute)`` is one with a bend.
@@ -173,6 +175,7 @@ class CostModel:
         prefill_context_s: Per position read by prefill rows.
         sequence_s: Per sequence.
         swap_out, swap_in, copy: Block moves, by where from and where to.
+        demote, promote: Transfers from RAM to disk and back, each; None: not known.
 
     Raises:
         ConfigError: A number is negative or not finite, a curve does not begin at 0, falls, or has
@@ -187,6 +190,8 @@ class CostModel:
     swap_out: MoveCost = MoveCost()
     swap_in: MoveCost = MoveCost()
     copy: MoveCost = MoveCost()
+    demote: MoveCost | None = None
+    promote: MoveCost | None = None
     _rows: _Curve = field(init=False, repr=False, compare=False)
     _samples: _Curve = field(init=False, repr=False, compare=False)
 

@@ -27,6 +27,8 @@ from layby.engine.recorder import (
     Gap,
     Hashes,
     Head,
+    Lost,
+    Moved,
     PlanDigest,
     Reclassed,
     Resize,
@@ -56,6 +58,7 @@ from layby.scheduling import (
     Scheduler,
     SchedulerConfig,
     StepPlan,
+    TransferEnd,
 )
 from layby.simulate.executor import STOP_TOKEN, TOKEN, VirtualClock
 from layby.simulate.traces import READERS, TraceError, TraceLines, TraceReader, TraceRequest
@@ -107,7 +110,7 @@ class EventReader(Iterator[Event]):
             raise self.error("a second head: these are two recordings in one file")
         if isinstance(event, Arrival):
             event.time = self._times.decode(event.time)
-        elif isinstance(event, Run | Step | Done | Cut | Abort | Reclassed):
+        elif isinstance(event, Run | Step | Done | Cut | Abort | Reclassed | Moved | Lost):
             if not isinstance(event, Run) and len(event.times) != 1:
                 raise self.error(f"t must hold one time, got {shown(event.times)}")
             event.times = [self._times.decode(written) for written in event.times]
@@ -226,6 +229,8 @@ class Summary:
         admitted, resumed: Requests that came in from the waiting and from the swapped queue.
         preempted_swap, preempted_recompute: Requests that left the device.
         swapped_out_blocks, swapped_in_blocks: Blocks moved.
+        demoted_blocks, promoted_blocks: Blocks that set out from RAM to disk, and back.
+        lost: Parked requests whose KV was lost or given up, to be computed again.
         reclassed: Requests put into another class by hand.
         resized: Times that the device pool got another size.
         swapped_s: How long requests were parked, all together, in seconds.
@@ -248,6 +253,9 @@ class Summary:
     preempted_recompute: int = 0
     swapped_out_blocks: int = 0
     swapped_in_blocks: int = 0
+    demoted_blocks: int = 0
+    promoted_blocks: int = 0
+    lost: int = 0
     reclassed: int = 0
     resized: int = 0
     swapped_s: float = 0.0
@@ -294,6 +302,12 @@ class _Counter:
             case Reclassed():
                 summary.reclassed += 1
                 self._passed(event.times)
+            case Moved():
+                self._lost(event.lost, event.times[0])
+                self._passed(event.times)
+            case Lost():
+                self._lost([event.request], event.times[0])
+                self._passed(event.times)
 
     def _decided(self, step: Step) -> None:
         summary, now = self.summary, step.times[0]
@@ -310,6 +324,14 @@ class _Counter:
         summary.swapped_out_blocks += len(step.swap_out) // 2
         summary.swapped_in_blocks += len(step.swap_in) // 2
         summary.resized += bool(step.num_blocks)
+        summary.demoted_blocks += sum(len(row) // 2 for row in step.demoted)
+        summary.promoted_blocks += sum(len(row) // 2 for row in step.promoted)
+        self._lost(step.lost, now)
+
+    def _lost(self, requests: Sequence[int], now: float) -> None:
+        self.summary.lost += len(requests)
+        for request in requests:
+            self._end_parking(request, now)
 
     def _end_parking(self, request: int, now: float) -> None:
         since = self._swapped_since.pop(request, None)
@@ -472,6 +494,13 @@ class Replay:
                 self._scheduler.set_priority(request.request_id, event.priority)
             case Resize():
                 self._scheduler.resize(event.num_blocks)
+            case Moved():
+                self._moved(event, self._scheduler)
+            case Lost():
+                request = _live(self._scheduler, event.request)
+                self._clock.now = event.times[0]
+                if not self._scheduler.lose_kv(request.request_id):
+                    raise ValueError(f"request {event.request} is not parked")
 
     # --- what comes from outside ---
 
@@ -481,8 +510,10 @@ class Replay:
         recorded = IdleState(
             state.num_steps,
             state.num_added,
+            state.num_transfers,
             PoolState(state.device_free, list(cached)),
             PoolState(state.swap_free, []),
+            PoolState(state.disk_free, []),
         )
         if self._scheduler is None:
             self._contents.clear()
@@ -536,6 +567,14 @@ class Replay:
         self._clock.now = abort.times[0]
         scheduler.abort(request.request_id, FinishReason(abort.reason))
         self._compare_ended([[abort.request, *abort.outputs]], [request])
+
+    def _moved(self, moved: Moved, scheduler: Scheduler) -> None:
+        faults = moved.faults or [""] * len(moved.transfers)
+        self._clock.now = moved.times[0]
+        lost = scheduler.transfers_ended(
+            TransferEnd(*end) for end in zip(moved.transfers, faults, strict=True)
+        )
+        _compare("whose KV was lost", moved.lost, [request.order for request in lost])
 
     def _content(self, number: int) -> _RecordedContent:
         if number not in self._contents:
