@@ -8,7 +8,7 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any
 
 import httpx
@@ -75,6 +75,7 @@ def make_engine(
     max_queue: int | None = None,
     max_model_len: int = 1024,
     tokenizer: ByteTokenizer | None = None,
+    identity: Mapping[str, str] | None = None,
 ) -> AsyncEngine:
     """An engine over bytes; not started."""
     config = SchedulerConfig(
@@ -94,6 +95,7 @@ def make_engine(
             ToyChatTemplate(),
             model_name=MODEL,
             max_model_len=max_model_len,
+            identity=identity,
         )
     )
 

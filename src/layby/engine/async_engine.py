@@ -11,7 +11,7 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -267,7 +267,7 @@ class AsyncEngine:
             priority=priority,
             cache_salt=cache_salt,
         )
-        [stream] = await self._queue([await self.prepare_in_time(prepare, _work_of([prompt]))])
+        [stream] = await self.queue([await self.prepare_in_time(prepare, _work_of([prompt]))])
         return stream
 
     async def submit_all(
@@ -284,6 +284,21 @@ class AsyncEngine:
         Arguments and errors are those of ``submit``; with ``names_index`` the message of an error
         begins with the prompt's number.
         """
+        prepared = await self.prepare_all(
+            prompts, params, priority=priority, cache_salt=cache_salt, names_index=names_index
+        )
+        return await self.queue(prepared, names_index=names_index)
+
+    async def prepare_all(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        names_index: bool = False,
+    ) -> list[PreparedRequest]:
+        """The first half of ``submit_all``: every check that needs no look at the queues."""
         self._check_open()
 
         def prepare() -> list[PreparedRequest]:
@@ -297,8 +312,7 @@ class AsyncEngine:
                     )
             return prepared
 
-        prepared = await self.prepare_in_time(prepare, _work_of(prompts))
-        return await self._queue(prepared, names_index=names_index)
+        return await self.prepare_in_time(prepare, _work_of(prompts))
 
     async def prepare_in_time(self, call: Callable[[], T], work: int) -> T:
         """Call it, in a thread if there is so much work that the event loop would notice.
@@ -331,7 +345,41 @@ class AsyncEngine:
         finally:
             stream.close()
 
+    async def queue(
+        self, prepared: list[PreparedRequest], *, names_index: bool = False
+    ) -> list[RequestStream]:
+        """Queue prepared requests, or none of them if one is refused; the rest of ``submit_all``.
+
+        They are handed over in one command: the engine obeys only between two steps.
+        """
+        loop = asyncio.get_running_loop()
+        streams = [RequestStream(self, one, loop) for one in prepared]
+        done = loop.create_future()
+        self._command(_Submit(prepared, streams, names_index, loop, done))
+        try:
+            await done
+        except asyncio.CancelledError:
+            for stream in streams:
+                stream.close()  # it may have been queued already
+            raise
+        return streams
+
     # --- checks, safe in any thread ---
+
+    def prepare_again(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int,
+        cache_salt: str,
+        age_s: float,
+        outputs: Sequence[tuple[list[int], str | None]] = (),
+    ) -> PreparedRequest:
+        """As :meth:`Engine.prepare_again`."""
+        return self._engine.prepare_again(
+            prompt, params, priority=priority, cache_salt=cache_salt, age_s=age_s, outputs=outputs
+        )
 
     def encode(
         self, text: str, add_special_tokens: bool = True, *, param: str = "prompt"
@@ -364,6 +412,11 @@ class AsyncEngine:
     def model_name(self) -> str:
         """Name of the model."""
         return self._engine.model_name
+
+    @property
+    def identity(self) -> Mapping[str, str]:
+        """Everything that the tokens of a request depend on beside the request, by name."""
+        return self._engine.identity
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -413,22 +466,6 @@ class AsyncEngine:
             raise EngineDeadError(str(self.error))
         if self._thread is None:
             raise EngineUnavailableError("the engine has not been started")
-
-    async def _queue(
-        self, prepared: list[PreparedRequest], *, names_index: bool = False
-    ) -> list[RequestStream]:
-        """Hand requests over, in one command: the engine obeys only between two steps."""
-        loop = asyncio.get_running_loop()
-        streams = [RequestStream(self, one, loop) for one in prepared]
-        done = loop.create_future()
-        self._command(_Submit(prepared, streams, names_index, loop, done))
-        try:
-            await done
-        except asyncio.CancelledError:
-            for stream in streams:
-                stream.close()  # it may have been queued already
-            raise
-        return streams
 
     def _command(self, command: _Submit | _Abort) -> None:
         """Leave a command for the engine's thread.

@@ -28,6 +28,9 @@ DEFAULT_SWAP_GIB = 4.0
 SWAP_POOL_SHARE = 0.5
 """Most that a swap pool sized in GiB takes of the RAM that the device pool leaves."""
 
+DEFAULT_KEEP_S = 86_400.0
+"""How long a server with a state directory keeps results by default, in seconds."""
+
 
 def _option(
     default: Any, help_text: str, *, unit: str | None = None, choices: tuple[str, ...] = ()

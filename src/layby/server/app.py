@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
 from fastapi.responses import HTMLResponse, RedirectResponse, Response
 
 import layby
@@ -18,6 +18,7 @@ from layby.server.docs_page import render_docs
 from layby.server.errors import UnknownModelError, error_answer, install_error_handlers
 from layby.server.generation import Call, respond
 from layby.server.http import ApiKeyGuard, Edge, json_response, read_body
+from layby.server.owners import Owners
 from layby.server.protocol import (
     Body,
     ChatCompletion,
@@ -35,6 +36,7 @@ from layby.server.protocol import (
     TokenizeRequest,
     Tokens,
 )
+from layby.server.requests import DurableRequests, digest_of
 
 if TYPE_CHECKING:
     from layby.engine import AsyncEngine
@@ -50,16 +52,25 @@ _DESCRIPTION: Final = (
 )
 
 
-def create_app(engine: AsyncEngine, *, api_key: str | Sequence[str] | None = None) -> FastAPI:
+def create_app(
+    engine: AsyncEngine,
+    *,
+    api_key: str | Sequence[str] | None = None,
+    durable: DurableRequests | None = None,
+    isolate_prefix_cache: bool = False,
+) -> FastAPI:
     """Make the application around a started engine.
 
     Args:
         engine: Runs the requests. The caller starts it and shuts it down.
         api_key: One key or several, any of which opens the paths that are not in
             ``OPEN_PATHS``; None asks for none.
+        durable: Remembers calls beyond their connection, and has paths to come back to them;
+            None forgets each with its connection. The caller recovers and closes it.
+        isolate_prefix_cache: Calls with different keys share no cached prefixes.
 
     Raises:
-        ConfigError: A key is empty or not ASCII.
+        ConfigError: A key is empty or not ASCII, or prefixes are to be isolated without keys.
     """
     app = FastAPI(
         title="Layby",
@@ -75,7 +86,10 @@ def create_app(engine: AsyncEngine, *, api_key: str | Sequence[str] | None = Non
         app.add_middleware(ApiKeyGuard, api_keys=keys)
     install_error_handlers(app)
     created = int(time.time())
-    _add_generating_routes(app, engine)
+    owners = Owners(has_keys=bool(keys), isolates_prefixes=isolate_prefix_cache)
+    _add_generating_routes(app, engine, owners, durable)
+    if durable is not None:
+        _add_request_routes(app, owners, durable)
     _add_model_routes(app, engine, created)
     _add_operator_routes(app, engine)
     _describe_bodies(app)
@@ -90,7 +104,9 @@ def _api_keys(api_key: str | Sequence[str] | None) -> list[str]:
     return keys
 
 
-def _add_generating_routes(app: FastAPI, engine: AsyncEngine) -> None:
+def _add_generating_routes(
+    app: FastAPI, engine: AsyncEngine, owners: Owners, durable: DurableRequests | None
+) -> None:
     busy: dict[int | str, dict[str, Any]] = {
         **_BAD_INPUT,
         429: {"model": ErrorAnswer, "description": "The queue is full; see Retry-After"},
@@ -112,7 +128,12 @@ def _add_generating_routes(app: FastAPI, engine: AsyncEngine) -> None:
         prompt = await _encode_chat(
             engine, body.messages, body.add_generation_prompt, body.chat_template_kwargs
         )
-        call = _call(body, [prompt], params, prompt_param="messages")
+        owner = owners.of(request)
+        salt = owners.cache_salt(owner, body.cache_salt)
+        call = _call(body, [prompt], params, salt, prompt_param="messages")
+        if durable is not None:
+            digest = digest_of("chat", body)
+            return await durable.respond(request, call, owner=owner, kind="chat", digest=digest)
         return await respond(engine, request, call, ChatAnswer(engine.model_name, engine.tokenizer))
 
     @app.post(
@@ -133,15 +154,57 @@ def _add_generating_routes(app: FastAPI, engine: AsyncEngine) -> None:
         if body.echo:
             work = sum(map(len, prompts)) + PROMPT_WORK * len(prompts)
             prompts, echoes = await engine.prepare_in_time(partial(_echoes, engine, body), work)
-        call = _call(body, prompts, params, names_index=body.is_list_of_prompts)
+        owner = owners.of(request)
+        salt = owners.cache_salt(owner, body.cache_salt)
+        call = _call(body, prompts, params, salt, names_index=body.is_list_of_prompts)
+        if durable is not None:
+            kind, digest = "completion", digest_of("completion", body)
+            return await durable.respond(
+                request, call, owner=owner, kind=kind, digest=digest, echoes=echoes
+            )
         answer = CompletionAnswer(engine.model_name, engine.tokenizer, params.n, echoes)
         return await respond(engine, request, call, answer)
+
+
+def _add_request_routes(app: FastAPI, owners: Owners, durable: DurableRequests) -> None:
+    missing: dict[int | str, dict[str, Any]] = {
+        404: {"model": ErrorAnswer, "description": "The key has made no such request"}
+    }
+
+    @app.get(
+        "/v1/requests/{request_id}",
+        summary="Come back for an answer",
+        description="Status, token counts and the answer so far of a request that this key has "
+        "made, by the id in its `X-Request-Id`. With `stream=true` the answer comes as "
+        "server-sent events, from the start or after the first `starting_after` tokens of every "
+        "choice (each event's `id` says how many there are with it), and goes on live.",
+        responses={200: {"description": "The request"}, **_BAD_INPUT, **missing},
+    )
+    async def retrieve_request(
+        request: Request,
+        request_id: str,
+        stream: bool = False,
+        starting_after: Annotated[int, Query(ge=0)] = 0,
+    ) -> Response:
+        return await durable.retrieve(
+            owners.of(request), request_id, stream=stream, starting_after=starting_after
+        )
+
+    @app.delete(
+        "/v1/requests/{request_id}",
+        summary="Cancel a request",
+        description="Ends it, wherever it is, and forgets its answer.",
+        responses={200: {"description": "It is gone"}, **missing},
+    )
+    async def delete_request(request: Request, request_id: str) -> Response:
+        return await durable.cancel(owners.of(request), request_id)
 
 
 def _call(
     body: GenerationRequest,
     prompts: Sequence[str | list[int]],
     params: layby.SamplingParams,
+    cache_salt: str,
     *,
     prompt_param: str = "prompt",
     names_index: bool = False,
@@ -150,7 +213,7 @@ def _call(
         prompts=prompts,
         params=params,
         priority=body.priority,
-        cache_salt=body.cache_salt,
+        cache_salt=cache_salt,
         prompt_param=prompt_param,
         names_index=names_index,
         stream=body.stream,

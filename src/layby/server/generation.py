@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fastapi import Request
 from fastapi.responses import Response
@@ -57,6 +57,16 @@ class Call:
     include_usage: bool
 
 
+class Deltas(Protocol):
+    """A request's deltas, from the engine or from a record; the last one is ``finished``."""
+
+    def __aiter__(self) -> AsyncIterator[RequestDelta]: ...
+
+    def close(self) -> None:
+        """Stop reading."""
+        ...
+
+
 async def respond(engine: AsyncEngine, request: Request, call: Call, answer: Answer) -> Response:
     """Run a call and answer it.
 
@@ -73,7 +83,7 @@ async def respond(engine: AsyncEngine, request: Request, call: Call, answer: Ans
 
 async def _submit(engine: AsyncEngine, call: Call) -> list[RequestStream]:
     """Hand in all prompts or, if one is refused, none."""
-    try:
+    with refusals_in_callers_words(call):
         return await engine.submit_all(
             call.prompts,
             call.params,
@@ -81,6 +91,13 @@ async def _submit(engine: AsyncEngine, call: Call) -> list[RequestStream]:
             cache_salt=call.cache_salt,
             names_index=call.names_index,
         )
+
+
+@contextmanager
+def refusals_in_callers_words(call: Call) -> Iterator[None]:
+    """Let errors of a submission name what the caller wrote."""
+    try:
+        yield
     except InvalidRequestError as error:
         if error.param == "prompt":
             error.param = call.prompt_param
@@ -90,7 +107,7 @@ async def _submit(engine: AsyncEngine, call: Call) -> list[RequestStream]:
         raise error.with_traceback(None) from None
 
 
-def _close(streams: Iterable[RequestStream]) -> None:
+def _close(streams: Iterable[Deltas]) -> None:
     for stream in streams:
         stream.close()
 
@@ -120,7 +137,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, streams: Sequence[RequestStream], call: Call, answer: Answer) -> None:
+    def __init__(self, streams: Sequence[Deltas], call: Call, answer: Answer) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._streams = streams
@@ -154,9 +171,9 @@ class EventStream(Response):
         try:
             async with aclosing(_merged(self._streams)) as deltas:
                 async for number, delta in deltas:
-                    choices = self._choices(number, delta, is_first=usage.add(number, delta))
-                    if choices:
-                        yield "".join(self._event([choice]) for choice in choices)
+                    is_first = usage.add(number, delta)
+                    if events := self._events_of(number, delta, is_first=is_first):
+                        yield events
         except Exception as error:
             if not isinstance(error, LaybyError):
                 logger.exception("unforeseen error in the middle of a stream")
@@ -165,6 +182,11 @@ class EventStream(Response):
         if self._call.include_usage:
             yield _data({**self._answer.chunk([]), "usage": usage.total()})
         yield "data: [DONE]\n\n"
+
+    def _events_of(self, number: int, delta: RequestDelta, *, is_first: bool) -> str:
+        """The events that tell of one delta of prompt ``number``; empty if none needs to."""
+        choices = self._choices(number, delta, is_first=is_first)
+        return "".join(self._event([choice]) for choice in choices)
 
     def _choices(
         self, number: int, delta: RequestDelta, *, is_first: bool
@@ -213,7 +235,7 @@ class _UsageCounter:
         return usage_of(sum(self._prompt_tokens.values()), self._completion_tokens)
 
 
-async def _merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, RequestDelta]]:
+async def _merged(streams: Sequence[Deltas]) -> AsyncGenerator[tuple[int, RequestDelta]]:
     """The deltas of all streams as they come, with the number of their stream.
 
     Raises:

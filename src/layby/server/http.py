@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from layby.errors import EngineDrainingError, InvalidRequestError
 from layby.server.errors import error_response
+from layby.server.owners import bearer_token
 from layby.server.protocol import Body, Limits
 
 if TYPE_CHECKING:
@@ -170,10 +171,7 @@ class ApiKeyGuard:
         await error_response(refusal)(scope, receive, send)
 
     def _allows(self, scope: Scope) -> bool:
-        header: bytes = dict(scope["headers"]).get(b"authorization", b"")
-        scheme, _, given = header.partition(b" ")
-        if scheme.lower() != b"bearer":
-            return False
+        given = bearer_token(scope["headers"])
         # Every key is compared, in constant time each: timing tells nothing about any of them.
-        matches = [hmac.compare_digest(given.strip(), key) for key in self._keys]
+        matches = [hmac.compare_digest(given, key) for key in self._keys]
         return any(matches)
