@@ -361,6 +361,16 @@ def test_isolation_needs_keys() -> None:
         create_app(make_engine(), isolate_prefix_cache=True)
 
 
+def test_the_documentation_page_shows_how_to_come_back(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with durable(tmp_path) as (client, _):
+            page = (await client.get("/docs")).text
+            assert "curl -X DELETE" in page
+            assert "/v1/requests/{request_id}" in page
+
+    asyncio.run(run())
+
+
 def test_without_a_state_directory_there_are_no_such_paths() -> None:
     async def run() -> None:
         async with in_process(make_engine()) as client:

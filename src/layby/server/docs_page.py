@@ -69,8 +69,8 @@ def example_curl(
 ) -> str:
     """A command that can be pasted into a shell; the key, if one is needed, is left to fill in."""
     url = _shell_quoted(base_url + path.replace("{model}", model))
-    if method == "GET":
-        return f"curl {url}"
+    if method != "POST":
+        return f"curl {url}" if method == "GET" else f"curl -X {method} {url}"
     body = json.dumps(_example_body(path, model), ensure_ascii=False)
     key = "  -H 'Authorization: Bearer KEY' \\\n" if needs_key else ""
     return (

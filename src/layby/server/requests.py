@@ -144,7 +144,7 @@ class RecordReader:
         self._request: RequestRecord = call.record.requests[number]
         self._seen = [0] * len(self._request.samples)
         self._ended = [False] * len(self._seen)
-        self._is_closed = self._is_first = False
+        self._is_closed = False
         self._is_first = True
 
     def __aiter__(self) -> AsyncIterator[RequestDelta]:
@@ -291,18 +291,26 @@ class DurableRequests:
 
     async def recover(self) -> int:
         """Hand the engine what an earlier process left unfinished; returns how many calls."""
+        start_s = time.monotonic()
         records = await self._write(self._journal.unfinished)
-        for record in records:
+        for number, record in enumerate(records):
             call = self._live[record.owner, record.call_id] = LiveCall(record)
             try:
                 await self._take_up(call)
-            except EngineUnavailableError:
-                raise
+            except EngineUnavailableError as error:
+                # Asked to stop already: the journal still has the rest.
+                logger.warning("%d not resumed: %s", len(records) - number, error)
+                del self._live[call.key]
+                return number
             except LaybyError as error:
                 logger.warning("request %s cannot be resumed: %s", record.call_id, error)
                 await self._end(call, error)
         if records:
-            logger.info("resumed %s of an earlier run", counted(len(records), "request"))
+            logger.info(
+                "resumed %s of an earlier run in %.0f ms",
+                counted(len(records), "request"),
+                1000 * (time.monotonic() - start_s),
+            )
         return len(records)
 
     async def close(self) -> int:
