@@ -68,7 +68,7 @@ PARAMS = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     calls=st.lists(st.tuples(st.integers(1, 15), PARAMS), min_size=1, max_size=6),
     stops=st.lists(st.tuples(st.integers(0, 14), st.booleans()), max_size=3),

@@ -165,7 +165,7 @@ class AgainstADict(RuleBasedStateMachine):
         self.temporary.cleanup()
 
 
-AgainstADict.TestCase.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
+AgainstADict.TestCase.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
 TestAgainstADict = AgainstADict.TestCase
 
 

@@ -15,7 +15,7 @@ import pytest
 from layby.engine import AsyncEngine
 from layby.engine.journal import Journal
 from layby.errors import ConfigError
-from layby.server import create_app
+from layby.server import create_app, serve_engine
 from layby.server.requests import DurableRequests
 from tests.server.harness import (
     AlphabetExecutor,
@@ -285,42 +285,85 @@ class Everything(frozenset[str]):
         return True
 
 
+def test_an_answer_that_was_given_is_kept_and_not_made_again(tmp_path: Path) -> None:
+    async def run(first: httpx.Response | None) -> httpx.Response:
+        async with durable(tmp_path) as (client, engine):
+            answer = await client.post(COMPLETIONS, json=BODY, headers=MINE)
+            if first is not None:
+                assert answer.json() == first.json()
+                assert engine.stats().generation_tokens == 0
+            # One whose id was the server's and which was delivered is nobody's any more.
+            other = await client.post(COMPLETIONS, json=BODY)
+            name = other.headers["x-request-id"]
+            assert (await client.get(f"/v1/requests/{name}")).status_code == 404
+            return answer
+
+    asyncio.run(run(asyncio.run(run(None))))
+
+
+async def interrupt(state_dir: Path, *bodies: dict[str, Any]) -> list[httpx.Response]:
+    """Calls that are all cut off by the end of their server, after some tokens."""
+    engine = slow()
+    journal = Journal(state_dir)
+    journal.claim(engine.identity)
+    requests = DurableRequests(engine, journal)
+    async with in_process(engine, durable=requests) as client:
+        calls = [
+            client.post(COMPLETIONS, json=body, headers={"X-Request-Id": f"job-{number}"})
+            for number, body in enumerate(bodies)
+        ]
+        tasks = [asyncio.create_task(call) for call in calls]
+        await until(lambda: engine.stats().generation_tokens > len(calls), "all run")
+        await engine.shutdown(0.0)
+        answers = [await task for task in tasks]
+    assert await requests.close() == len(bodies)
+    return answers
+
+
 def test_what_the_engine_can_no_longer_serve_fails_alone_at_the_next_start(
     tmp_path: Path,
 ) -> None:
     """A smaller pool: one request of two does not fit into it any more."""
 
-    async def interrupt() -> None:
-        engine = slow()
-        journal = Journal(tmp_path)
-        journal.claim(engine.identity)
-        requests = DurableRequests(engine, journal)
-        async with in_process(engine, durable=requests) as client:
-            calls = [
-                client.post(COMPLETIONS, json={"prompt": "x", "max_tokens": most},
-                            headers={"X-Request-Id": f"job-{most}"})
-                for most in (60, 200)
-            ]  # fmt: skip
-            tasks = [asyncio.create_task(call) for call in calls]
-            await until(lambda: engine.stats().generation_tokens > 1, "both run")
-            await engine.shutdown(0.0)
-            for task in tasks:
-                assert (await task).status_code == 503
-                assert (await task).headers["x-request-id"].startswith("job-")
-        assert await requests.close() == 2
-
     async def go_on() -> None:
         async with durable(tmp_path, make_engine(num_blocks=6)) as (client, _):
-            wanted = {"job-60": "completed", "job-200": "failed"}
-            for name, status in wanted.items():
+            for name, status in (("job-0", "completed"), ("job-1", "failed")):
                 stream = await client.get(f"/v1/requests/{name}?stream=true")
                 state = (await client.get(f"/v1/requests/{name}")).json()
                 assert state["status"] == status
                 assert stream.text.endswith("[DONE]\n\n") == (status == "completed")
             assert "blocks" in state["error"]["message"]
 
-    asyncio.run(interrupt())
+    small, large = ({"prompt": "x", "max_tokens": most} for most in (60, 200))
+    for number, answer in enumerate(asyncio.run(interrupt(tmp_path, small, large))):
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "draining"
+        assert answer.headers["x-request-id"] == f"job-{number}"
     asyncio.run(go_on())
+
+
+def test_another_models_state_is_refused_and_left_untouched(tmp_path: Path) -> None:
+    asyncio.run(interrupt(tmp_path, {**BODY, "max_tokens": 60}))
+    other = make_engine(identity={"model": "other"})
+    with pytest.raises(ConfigError, match="model toy, here other"):
+        serve_engine(lambda: other, host="127.0.0.1", port=0, state_dir=tmp_path)
+
+    async def go_on() -> None:
+        async with durable(tmp_path) as (client, _):
+            stream = await client.get("/v1/requests/job-0?stream=true")
+            assert stream.text.endswith("data: [DONE]\n\n")
+
+    asyncio.run(go_on())
+
+
+def test_a_state_directory_in_use_is_said_before_the_model_loads(tmp_path: Path) -> None:
+    def build() -> AsyncEngine:
+        raise AssertionError("the model was loaded")
+
+    journal = Journal(tmp_path)
+    with pytest.raises(ConfigError, match="in use by another server"):
+        serve_engine(build, host="127.0.0.1", port=0, state_dir=tmp_path)
+    journal.close()
 
 
 def test_without_a_place_to_write_nothing_is_accepted(tmp_path: Path) -> None:

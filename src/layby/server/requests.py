@@ -61,7 +61,7 @@ logger = logging.getLogger(__name__)
 
 def digest_of(kind: str, body: BaseModel) -> str:
     """A hash of what a body asks for; not of how it wants the answer delivered."""
-    asked = body.model_dump(mode="json", exclude=_HOW_TO_ANSWER)
+    asked = body.model_dump(mode="json", exclude=_HOW_TO_ANSWER, warnings=False)
     return hashlib.blake2b(
         json.dumps([kind, asked], sort_keys=True).encode(), digest_size=16
     ).hexdigest()
@@ -169,8 +169,10 @@ class RecordReader:
             for index, sample in enumerate(self._request.samples)
             for piece in self._pieces(index, sample)
         ]
-        # The end is told when it is on disk: whoever has read it may forget the call.
-        self.is_at_end = self._call.is_settled
+        # The end is told when it is on disk: whoever has read it may forget the call. A failure
+        # is told by itself: what comes with it is not looked at.
+        failure = self._call.failure
+        self.is_at_end = self._call.is_settled and not (outputs and failure)
         if not (outputs or self.is_at_end):
             return None
         first, self._is_first = self._is_first, False
@@ -180,12 +182,12 @@ class RecordReader:
             outputs,
             self.is_at_end,
             prompt_logprobs=self._request.prompt_logprobs if first else None,
-            error=self._call.failure if self.is_at_end else None,
+            error=failure if self.is_at_end else None,
         )
 
-    def _pieces(self, index: int, sample: SampleRecord) -> Iterable[CompletionDelta]:
+    def _pieces(self, index: int, sample: SampleRecord) -> list[CompletionDelta]:
         if self._ended[index]:
-            return
+            return []
         shown = self._shown(index, sample)
         pieces = []
         for place in range(self._seen[index], len(sample.token_ids)):
@@ -201,7 +203,7 @@ class RecordReader:
                 pieces.append(CompletionDelta(index, sample.text[shown:], []))
             pieces[-1].finish_reason = sample.finish_reason
             pieces[-1].stop_reason = sample.stop_reason
-        yield from pieces
+        return pieces
 
     def _shown(self, index: int, sample: SampleRecord) -> int:
         seen = self._seen[index]
@@ -232,7 +234,6 @@ class NumberedEvents(EventStream):
     ) -> None:
         super().__init__(readers, call, answer)
         self.headers[REQUEST_ID] = request_id
-        self._readers = readers
         self._starting_after = starting_after
         self._on_leave = on_leave
         self._num_tokens = [0] * (len(readers) * call.params.n)
