@@ -294,25 +294,29 @@ class DurableRequests:
         """Hand the engine what an earlier process left unfinished; returns how many calls."""
         start_s = time.monotonic()
         records = await self._write(self._journal.unfinished)
-        for number, record in enumerate(records):
-            call = self._live[record.owner, record.call_id] = LiveCall(record)
-            try:
-                await self._take_up(call)
-            except EngineUnavailableError as error:
-                # Asked to stop already: the journal still has the rest.
-                logger.warning("%d not resumed: %s", len(records) - number, error)
-                del self._live[call.key]
-                return number
-            except LaybyError as error:
-                logger.warning("request %s cannot be resumed: %s", record.call_id, error)
-                await self._end(call, error)
+        # All at once: the engine takes what has come between two steps, and a step may be long.
+        resumed = sum(await asyncio.gather(*map(self._recover_one, records)))
         if records:
             logger.info(
-                "resumed %s of an earlier run in %.0f ms",
+                "resumed %d of %s of an earlier run in %.0f ms",
+                resumed,
                 counted(len(records), "request"),
                 1000 * (time.monotonic() - start_s),
             )
-        return len(records)
+        return resumed
+
+    async def _recover_one(self, record: CallRecord) -> bool:
+        call = self._live[record.owner, record.call_id] = LiveCall(record)
+        try:
+            await self._take_up(call)
+        except EngineUnavailableError:  # asked to stop already: the journal still has it
+            del self._live[call.key]
+            return False
+        except LaybyError as error:
+            logger.warning("request %s cannot be resumed: %s", record.call_id, error)
+            await self._end(call, error)
+            return False
+        return True
 
     async def close(self) -> int:
         """Write down what has not ended, once the engine is done; returns how many calls."""
