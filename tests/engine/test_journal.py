@@ -184,9 +184,16 @@ def test_of_too_many_results_the_fetched_ones_go_first_then_the_oldest(tmp_path:
     journal.close()
 
 
-def test_only_the_owner_may_read_whatever_the_umask(tmp_path: Path) -> None:
+@pytest.mark.parametrize("umask", [0, 0o777])
+@pytest.mark.parametrize("is_new", [True, False])
+def test_only_the_owner_may_read_whatever_the_umask(
+    tmp_path: Path, umask: int, is_new: bool
+) -> None:
     directory = tmp_path / "state"
-    before = os.umask(0)
+    if not is_new:
+        directory.mkdir(mode=0o755)
+        (directory / "journal.sqlite3").touch(mode=0o644)
+    before = os.umask(umask)
     try:
         journal = opened(directory)
         journal.add(call())

@@ -260,6 +260,29 @@ def test_a_hang_up_ends_only_what_nobody_can_come_back_for(
     journal.close()
 
 
+def test_while_the_server_drains_nobodys_hang_up_counts(tmp_path: Path) -> None:
+    """The server cuts connections itself then; who lost his comes back after the restart."""
+    engine = slow()
+    journal = Journal(tmp_path)
+    journal.claim(engine.identity)
+    requests = DurableRequests(engine, journal)
+
+    async def leave(url: str) -> None:
+        async with httpx.AsyncClient(base_url=url) as client:
+            post = asyncio.create_task(client.post(COMPLETIONS, json={**BODY, "max_tokens": 20}))
+            await until(lambda: engine.stats().generation_tokens > 0, "it runs")
+            engine.begin_drain()
+            post.cancel()
+            await asyncio.gather(post, return_exceptions=True)
+
+    with live_server(engine, durable=requests) as url:
+        asyncio.run(leave(url))
+        wait_until(lambda: is_idle(engine), "it has ended, one way or the other")
+        assert engine.stats().requests_finished == 1
+        wait_until(lambda: not journal.unfinished(), "the answer is written down")
+    journal.close()
+
+
 def test_a_request_that_fails_is_told_as_failed_also_later(tmp_path: Path) -> None:
     async def run() -> None:
         executor = AlphabetExecutor()

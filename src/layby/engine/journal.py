@@ -334,7 +334,9 @@ class Journal:
 
 def _claim_directory(directory: Path) -> None:
     """Make the directory ours alone, unless it serves something else."""
-    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if not directory.exists():
+        directory.mkdir(parents=True)
+        directory.chmod(0o700)
     others = {entry.name for entry in directory.iterdir()} - {_LOCK}
     strangers = sorted(name for name in others if not name.startswith(_DATABASE))
     if strangers:
