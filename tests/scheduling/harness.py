@@ -117,6 +117,29 @@ class Harness:
         self.scheduler.add_request(request)
         return request
 
+    def restart(self, *, keeps_tokens: bool) -> dict[str, Request]:
+        """Go on with new, empty pools, as another process would; what was live by id."""
+        before = self.scheduler
+        self.scheduler = Scheduler(self.config, clock=lambda: self.now)
+        self.shadow = KVShadow(self.config)
+        again = {}
+        for old in before.requests.values():
+            request = Request(
+                old.request_id,
+                old.sequences[0].tokens[: old.num_prompt_tokens],
+                max_tokens=old.max_tokens,
+                n=old.n,
+                priority=old.priority,
+                arrival_time=old.arrival_time,
+            )
+            if keeps_tokens and old.first_token_time is not None:
+                request.continue_from([(s.output_tokens, s.finish_reason) for s in old.sequences])
+                request.first_token_time = old.first_token_time
+            self.scheduler.add_request(request, was_accepted=True)
+            again[old.request_id] = request
+        self.scheduler.check_integrity()
+        return again
+
     def step(self) -> StepPlan:
         """One step, one second; everything is checked before and after."""
         self.now += 1.0

@@ -67,6 +67,7 @@ class RandomTraffic(RuleBasedStateMachine):
         self.harness.ends_transfers = not slow_disk
         self.accepted: list[Request] = []
         self.cut_short: set[str] = set()
+        self.ended_before = 0  # by schedulers that are gone
 
     @rule(
         p=st.integers(1, 40),
@@ -161,6 +162,17 @@ class RandomTraffic(RuleBasedStateMachine):
             self.harness.scheduler.check_integrity()
             self.cut_short.add(request.request_id)
 
+    @precondition(lambda self: self.harness.scheduler.requests)
+    @rule(keeps_tokens=st.booleans())
+    def restart(self, keeps_tokens: bool) -> None:
+        """The process ends between two steps; another one goes on with what was unfinished."""
+        metrics = self.harness.scheduler.metrics
+        self.ended_before += metrics.requests_finished + metrics.requests_aborted
+        again = self.harness.restart(keeps_tokens=keeps_tokens)
+        self.accepted = [again.get(r.request_id, r) for r in self.accepted]
+        if not keeps_tokens:  # what ended early is generated to its end this time
+            self.cut_short -= again.keys()
+
     def teardown(self) -> None:
         if not hasattr(self, "harness"):
             return
@@ -176,7 +188,8 @@ class RandomTraffic(RuleBasedStateMachine):
                     wanted = wanted[: seq.num_output_tokens]
                 assert seq.output_tokens == wanted
         metrics = self.harness.scheduler.metrics
-        assert metrics.requests_finished + metrics.requests_aborted == len(self.accepted)
+        ended = metrics.requests_finished + metrics.requests_aborted
+        assert self.ended_before + ended == len(self.accepted)
 
 
 EXAMPLES = int(os.environ.get("LAYBY_SCHEDULER_EXAMPLES", "2000"))

@@ -1,9 +1,8 @@
 """The engine for asyncio: its loop runs in a thread, every request is an async iterator.
 
 Two threads meet here. The engine's thread alone touches the engine; it takes commands (submit,
-abort, end, and whatever else is to be done to it) between two steps and sleeps when there is nothing
-to do. The event loop's thread alone touches the streams; it gets everything that a step brought in
-one call.
+abort, end and others) between two steps and sleeps when there is nothing to do. The event loop's
+thread alone touches the streams; it gets everything that a step brought in one call.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -280,7 +279,7 @@ class AsyncEngine:
             priority=priority,
             cache_salt=cache_salt,
         )
-        [stream] = await self._queue([await self.prepare_in_time(prepare, _work_of([prompt]))])
+        [stream] = await self.queue([await self.prepare_in_time(prepare, _work_of([prompt]))])
         return stream
 
     async def submit_all(
@@ -297,6 +296,21 @@ class AsyncEngine:
         Arguments and errors are those of ``submit``; with ``names_index`` the message of an error
         begins with the prompt's number.
         """
+        prepared = await self.prepare_all(
+            prompts, params, priority=priority, cache_salt=cache_salt, names_index=names_index
+        )
+        return await self.queue(prepared, names_index=names_index)
+
+    async def prepare_all(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        names_index: bool = False,
+    ) -> list[PreparedRequest]:
+        """The first half of ``submit_all``: every check that needs no look at the queues."""
         self._check_open()
 
         def prepare() -> list[PreparedRequest]:
@@ -310,8 +324,7 @@ class AsyncEngine:
                     )
             return prepared
 
-        prepared = await self.prepare_in_time(prepare, _work_of(prompts))
-        return await self._queue(prepared, names_index=names_index)
+        return await self.prepare_in_time(prepare, _work_of(prompts))
 
     async def prepare_in_time(self, call: Callable[[], T], work: int) -> T:
         """Call it, in a thread if there is so much work that the event loop would notice.
@@ -373,7 +386,41 @@ class AsyncEngine:
         except EngineUnavailableError:
             return 0  # with the engine its requests have ended
 
+    async def queue(
+        self, prepared: list[PreparedRequest], *, names_index: bool = False
+    ) -> list[RequestStream]:
+        """Queue prepared requests, or none of them if one is refused; the rest of ``submit_all``.
+
+        They are handed over in one command: the engine obeys only between two steps.
+        """
+        loop = asyncio.get_running_loop()
+        streams = [RequestStream(self, one, loop) for one in prepared]
+        done = loop.create_future()
+        self._command(_Submit(prepared, streams, names_index, loop, done))
+        try:
+            await done
+        except asyncio.CancelledError:
+            for stream in streams:
+                stream.close()  # it may have been queued already
+            raise
+        return streams
+
     # --- checks, safe in any thread ---
+
+    def prepare_again(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int,
+        cache_salt: str,
+        age_s: float,
+        outputs: Sequence[tuple[list[int], str | None]] = (),
+    ) -> PreparedRequest:
+        """As :meth:`Engine.prepare_again`."""
+        return self._engine.prepare_again(
+            prompt, params, priority=priority, cache_salt=cache_salt, age_s=age_s, outputs=outputs
+        )
 
     def encode(
         self, text: str, add_special_tokens: bool = True, *, param: str = "prompt"
@@ -442,6 +489,11 @@ class AsyncEngine:
         return self._engine.model_name
 
     @property
+    def identity(self) -> Mapping[str, str]:
+        """Everything that the tokens of a request depend on beside the request, by name."""
+        return self._engine.identity
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         return self._engine.tokenizer
@@ -489,22 +541,6 @@ class AsyncEngine:
             raise EngineDeadError(str(self.error))
         if self._thread is None:
             raise EngineUnavailableError("the engine has not been started")
-
-    async def _queue(
-        self, prepared: list[PreparedRequest], *, names_index: bool = False
-    ) -> list[RequestStream]:
-        """Hand requests over, in one command: the engine obeys only between two steps."""
-        loop = asyncio.get_running_loop()
-        streams = [RequestStream(self, one, loop) for one in prepared]
-        done = loop.create_future()
-        self._command(_Submit(prepared, streams, names_index, loop, done))
-        try:
-            await done
-        except asyncio.CancelledError:
-            for stream in streams:
-                stream.close()  # it may have been queued already
-            raise
-        return streams
 
     async def _in_between(self, call: Callable[[Engine], T]) -> T:
         """Call something in the engine's thread, between two steps.

@@ -115,6 +115,13 @@ def build_engine(config: EngineConfig, *, allow_download: bool = True) -> Engine
         seed=config.seed,
         device=str(device),
         dtype=dtype,
+        identity={
+            "model": model.name,
+            "fingerprint": model.fingerprint,
+            "dtype": dtype,
+            "kv_cache_dtype": dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+            "block_size": str(resolved.block_size),
+        },
         recorder=recorder,
         shed_load=config.shed_load,
         most_blocks=most_blocks,

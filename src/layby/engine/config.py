@@ -32,6 +32,9 @@ DEFAULT_SWAP_DISK_GIB = 16.0
 SWAP_POOL_SHARE = 0.5
 """Most that a swap pool sized in GiB takes of the RAM that the device pool leaves."""
 
+DEFAULT_KEEP_S = 86_400.0
+"""How long a server with a state directory keeps results by default, in seconds."""
+
 
 def _option(
     default: Any, help_text: str, *, unit: str | None = None, choices: tuple[str, ...] = ()
@@ -95,8 +98,8 @@ class EngineConfig:
     )
     swap_disk_gib: float | None = _option(
         None,
-        "Disk for parked KV cache that RAM has no room for: size of the file in swap_dir, allocated "
-        f"at the start. Default: {DEFAULT_SWAP_DISK_GIB:g}.",
+        "Disk for parked KV cache that RAM has no room for: size of the file in swap_dir, "
+        f"allocated at the start. Default: {DEFAULT_SWAP_DISK_GIB:g}.",
         unit="GiB",
     )
     max_model_len: int | None = _option(

@@ -54,12 +54,22 @@ class PreparedRequest:
         prompt: The prompt's text, None if it came as token ids.
         params: As the caller gave them.
         stops: The stop strings of ``params``, ready to be searched for.
+        was_accepted: An earlier process accepted it: it finds a place even in a full queue.
     """
 
     request: Request
     prompt: str | None
     params: SamplingParams
     stops: StopStrings
+    was_accepted: bool = False
+
+    @property
+    def settled_params(self) -> SamplingParams:
+        """The parameters with seed and ``max_tokens`` as they were settled: the same again give
+        the same answer."""
+        payload = self.request.payload
+        assert isinstance(payload, SamplingParams)  # put there by Engine.prepare
+        return replace(payload, max_tokens=self.request.max_tokens)
 
 
 @dataclass(slots=True)
@@ -97,6 +107,7 @@ class Engine:
         max_model_len: Most tokens, prompt and output, of one sequence.
         seed: Base of the seeds of requests that bring none; None takes them from the system.
         device, dtype: What the executor computes on and in, for reports; None: not known.
+        identity: Everything that the tokens of a request depend on beside the request, by name.
         shed_load: Refuse new work of the lowest class while memory is saturated.
         pressure: Says when that is; one with the usual marks if None.
         most_blocks: Gives the largest size that the device pool can have at present; None: any.
@@ -122,6 +133,7 @@ class Engine:
         seed: int | None = None,
         device: str | None = None,
         dtype: str | None = None,
+        identity: Mapping[str, str] | None = None,
         shed_load: bool = False,
         pressure: PressureGauge | None = None,
         most_blocks: Callable[[], int] | None = None,
@@ -137,6 +149,7 @@ class Engine:
         self.max_model_len = max_model_len
         self.device = device
         self.dtype = dtype
+        self.identity = dict(identity or {"model": model_name})
         self.recorder = recorder
         self.error: EngineDeadError | None = None
         self.defers_text = False
@@ -249,6 +262,43 @@ class Engine:
             StopStrings(params.stop),
         )
 
+    def prepare_again(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int,
+        cache_salt: str,
+        age_s: float,
+        outputs: Sequence[tuple[list[int], str | None]] = (),
+    ) -> PreparedRequest:
+        """``prepare`` what an earlier process accepted and did not finish; safe in any thread.
+
+        Args:
+            prompt, params, priority, cache_salt: As they were, ``params`` being the
+                ``settled_params`` of then.
+            age_s: Seconds since it arrived.
+            outputs: The samples so far, if there is anything of them: for each its output tokens
+                and its finish reason.
+
+        Raises:
+            InvalidRequestError: This engine cannot serve it, or it cannot go on from there.
+        """
+        prepared = self.prepare(prompt, params, priority=priority, cache_salt=cache_salt)
+        assert prepared.request.arrival_time is not None  # set by prepare
+        prepared.request.arrival_time -= age_s
+        if outputs:
+            try:
+                prepared.request.continue_from(
+                    [
+                        (tokens, None if reason is None else FinishReason(reason))
+                        for tokens, reason in outputs
+                    ]
+                )
+            except ValueError as error:
+                raise InvalidRequestError(str(error)) from None
+        return replace(prepared, was_accepted=True)
+
     def submit(self, prepared: PreparedRequest) -> str:
         """Queue a prepared request; return its id. Raises as ``add_request``."""
         self._check_alive()
@@ -262,11 +312,11 @@ class Engine:
             if 0 < most < request.max_tokens:
                 request.shorten(most)
         was_idle = not self._live
-        if self._shedding is not None:
+        if self._shedding is not None and not prepared.was_accepted:
             self._shed(request, self._shedding)
-        self.scheduler.add_request(request)
+        self.scheduler.add_request(request, was_accepted=prepared.was_accepted)
         assert request.arrival_time is not None  # set by prepare
-        self._live[request.request_id] = _Live(
+        live = self._live[request.request_id] = _Live(
             request,
             params,
             request.arrival_time,
@@ -276,6 +326,8 @@ class Engine:
             ],
             None if params.prompt_logprobs is None else [None] * request.num_prompt_tokens,
         )
+        if request.sequences[0].num_output_tokens:
+            _catch_up(live)
         self._publish()
         if was_idle:
             self._busy_log.restart(self._clock(), self._stats)
@@ -355,8 +407,8 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether there is anything to do: requests, a pool that is to change its size, or a transfer
-        of parked work to see the end of."""
+        """Whether there is anything to do: requests, a pool that is to change its size, or a
+        transfer of parked work to see the end of."""
         if self.error is not None:
             return bool(self._live)
         scheduler = self.scheduler
@@ -822,6 +874,15 @@ def check_priority(priority: object) -> None:
         raise InvalidRequestError(
             f"priority must be an integer, got {shown(priority)}", param="priority"
         )
+
+
+def _catch_up(live: _Live) -> None:
+    """Bring the texts to where the samples of a request that continues are."""
+    live.has_answered = True
+    for state, sample in zip(live.samples, live.request.sequences, strict=True):
+        state.ended = sample.is_finished
+        if not state.ended:
+            state.text.push(sample.output_tokens)
 
 
 def _check_text(param: str, value: object) -> None:

@@ -151,6 +151,9 @@ class Arrival:
         time: When.
         num_prompt_tokens, max_tokens, min_tokens, n, priority, use_prefix_cache: As ``Request``.
         request: The number by which other lines name it; 0 if it was refused.
+        was_accepted: An earlier process had accepted it.
+        outputs: Output tokens that each of its samples had then, if any had.
+        reasons: Why each of those had ended, if any had.
         hashes: Contents of the prompt's full blocks.
         refused: Name of the error with which it was refused.
     """
@@ -163,6 +166,9 @@ class Arrival:
     n: int = 1
     priority: int = 0
     use_prefix_cache: bool = True
+    was_accepted: bool = False
+    outputs: Ints = field(default_factory=list)
+    reasons: Strs = field(default_factory=list)
     hashes: str = ""
     refused: str = ""
 
@@ -398,6 +404,7 @@ _KEYS = {
     "min_tokens": "min",
     "priority": "pr",
     "use_prefix_cache": "cache",
+    "was_accepted": "again",
     "refused": "no",
     "step": "k",
     "num_steady": "n",
@@ -835,7 +842,9 @@ class Recorder:
 
     # --- what happens ---
 
-    def arrived(self, request: Request, refusal: Exception | None = None) -> None:
+    def arrived(
+        self, request: Request, refusal: Exception | None = None, *, was_accepted: bool = False
+    ) -> None:
         """A request was queued, or refused."""
         full_blocks = request.num_prompt_tokens // self._scheduler.config.block_size
         hashes = ""
@@ -844,6 +853,10 @@ class Recorder:
             addresses = leader.hash_full_blocks(full_blocks, self._scheduler.config.block_size)
             hashes = self._hashes(addresses[:full_blocks])
         arrival_s = request.arrival_time
+        outputs = [seq.num_output_tokens for seq in request.sequences]
+        reasons = [
+            seq.finish_reason.value if seq.finish_reason else "" for seq in request.sequences
+        ]
         self._add(
             Arrival(
                 time=self._code(self._last_s if arrival_s is None else arrival_s),
@@ -854,6 +867,9 @@ class Recorder:
                 n=request.n,
                 priority=bounded(request.priority),
                 use_prefix_cache=request.use_prefix_cache,
+                was_accepted=was_accepted,
+                outputs=outputs if any(outputs) else [],
+                reasons=reasons if any(reasons) else [],
                 hashes=hashes,
                 refused="" if refusal is None else type(refusal).__name__,
             )
@@ -920,9 +936,7 @@ class Recorder:
         self._add(Resize(num_blocks))
         self._pause()
 
-    def moved(
-        self, ends: SequenceOf[TransferEnd], lost: SequenceOf[Request], now: float
-    ) -> None:
+    def moved(self, ends: SequenceOf[TransferEnd], lost: SequenceOf[Request], now: float) -> None:
         """Transfers have ended, and with them the KV of these requests is lost."""
         faults = [end.fault for end in ends]
         self._add(
@@ -1102,16 +1116,16 @@ class RecordedScheduler(Scheduler):
         self.recorder = recorder
         recorder.begin(self)
 
-    def add_request(self, request: Request) -> None:
+    def add_request(self, request: Request, *, was_accepted: bool = False) -> None:
         """See ``Scheduler``."""
         is_new = request.order == 0 and request.request_id not in self.requests
         try:
-            super().add_request(request)
+            super().add_request(request, was_accepted=was_accepted)
         except (InvalidRequestError, QueueFullError) as refusal:
             if is_new:  # else a mistake of the caller's, who has lost count of his ids
-                self._tell(self.recorder.arrived, request, refusal)
+                self._tell(self.recorder.arrived, request, refusal, was_accepted=was_accepted)
             raise
-        self._tell(self.recorder.arrived, request)
+        self._tell(self.recorder.arrived, request, was_accepted=was_accepted)
 
     def schedule(self) -> StepPlan:
         """See ``Scheduler``."""

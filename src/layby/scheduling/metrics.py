@@ -16,7 +16,8 @@ class SchedulerMetrics:
         requests_accepted, requests_finished, requests_aborted: Requests; ``finished`` are those
             that ended by themselves.
         preemptions_swap, preemptions_recompute: Requests that left the device, by mode.
-        recomputed_tokens: Positions computed again after a preemption by recompute.
+        recomputed_tokens: Positions computed again after a preemption by recompute or a
+            restart of the process.
         swapped_queue_size_max: Longest the swapped queue has been at the end of a step.
         swaps_completed: Parked requests that came back or ended while parked.
         swapped_s_total: Seconds they were parked, all together.

@@ -6,6 +6,7 @@ import hashlib
 import math
 from array import array
 from collections.abc import Hashable, Iterable
+from collections.abc import Sequence as SequenceOf
 from enum import Enum
 from typing import Protocol
 
@@ -351,6 +352,36 @@ class Request:
         """Give every sample its own sequence, each with the tokens of the first."""
         tokens = self.sequences[0].tokens
         self.sequences += [Sequence(self, index, list(tokens)) for index in range(1, self.n)]
+
+    def continue_from(self, outputs: SequenceOf[tuple[list[int], FinishReason | None]]) -> None:
+        """Take up the samples where an earlier process left them; before the request is added.
+
+        Their KV is computed again from their tokens, as after a preemption by recompute.
+
+        Args:
+            outputs: For every sample its output tokens, at least one, and why it ended.
+
+        Raises:
+            ValueError: Not so many samples, none that is to go on, or one that has no room to.
+        """
+        if len(outputs) != self.n:
+            raise ValueError(f"request {self.request_id} has {self.n} samples, not {len(outputs)}")
+        if all(reason is not None for _, reason in outputs):
+            raise ValueError(f"no sample of request {self.request_id} is to go on")
+        for index, (tokens, reason) in enumerate(outputs):
+            most = self.max_tokens if reason is not None else self.max_tokens - 1
+            if not 1 <= len(tokens) <= most:
+                raise ValueError(
+                    f"sample {index} of request {self.request_id} cannot go on from "
+                    f"{len(tokens)} of {self.max_tokens} tokens"
+                )
+        prompt = self.sequences[0].tokens
+        self.sequences = [
+            Sequence(self, index, prompt + tokens) for index, (tokens, _) in enumerate(outputs)
+        ]
+        for seq, (_, reason) in zip(self.sequences, outputs, strict=True):
+            seq.finish_reason = reason
+            seq.most_computed = seq.num_tokens - 1
 
     def unfork(self) -> None:
         """Undo a fork whose step was not taken."""

@@ -141,8 +141,12 @@ class Scheduler:
 
     # --- coming in ---
 
-    def add_request(self, request: Request) -> None:
+    def add_request(self, request: Request, *, was_accepted: bool = False) -> None:
         """Put a new request in the waiting queue.
+
+        Args:
+            request: A new one, or one that continues from what an earlier process had.
+            was_accepted: An earlier process accepted it, so the queue's limit is not asked.
 
         Raises:
             InvalidRequestError: Its id is taken, it has been added before, or it wants more
@@ -161,7 +165,8 @@ class Scheduler:
                 param="request_id",
             )
         self._intake.check_size(request)
-        self._intake.check_queue(request, self._num_queued_seqs, self._num_placed_seqs)
+        if not was_accepted:
+            self._intake.check_queue(request, self._num_queued_seqs, self._num_placed_seqs)
         if request.arrival_time is None:
             request.arrival_time = self.clock()
         self._num_added += 1

@@ -241,9 +241,7 @@ class SwapTiers:
             target.share([target_of[block]] * count)  # of which one for the transfer
         source.share(holders)
         self.num_begun += 1
-        transfer = Transfer(
-            self.num_begun, tuple(BlockMove(*pair) for pair in target_of.items())
-        )
+        transfer = Transfer(self.num_begun, tuple(BlockMove(*pair) for pair in target_of.items()))
         moving = _Moving(request, transfer, is_demotion)
         self._transfers[transfer.number] = self._moving[request] = moving
         return transfer

@@ -16,9 +16,12 @@ from layby.errors import ConfigError, InvalidRequestError, counted, prefixed, sh
 from layby.server.admin import ADMIN_BODIES, add_admin_routes
 from layby.server.answers import ChatAnswer, CompletionAnswer, Echo
 from layby.server.docs_page import render_docs
+from layby.server.durable import DurableRequests, digest_of
 from layby.server.errors import UnknownModelError, error_answer, install_error_handlers
 from layby.server.generation import Call, respond
 from layby.server.http import ApiKeyGuard, Edge, json_response, read_body
+from layby.server.live_calls import LiveCalls
+from layby.server.owners import Owners
 from layby.server.protocol import (
     Body,
     ChatCompletion,
@@ -58,6 +61,8 @@ def create_app(
     *,
     api_key: str | Sequence[str] | None = None,
     admin_api_key: str | None = None,
+    durable: DurableRequests | None = None,
+    isolate_prefix_cache: bool = False,
 ) -> FastAPI:
     """Make the application around a started engine.
 
@@ -66,9 +71,13 @@ def create_app(
         api_key: One key or several, any of which opens the paths that are not in
             ``OPEN_PATHS``; None asks for none.
         admin_api_key: Opens the paths under ``/admin/``; None: there are none.
+        durable: Remembers calls beyond their connection, and has paths to come back to them;
+            None forgets each with its connection. The caller recovers and closes it.
+        isolate_prefix_cache: Calls with different keys share no cached prefixes.
 
     Raises:
-        ConfigError: A key is empty or not ASCII, or the admin's is one that others have, too.
+        ConfigError: A key is empty or not ASCII, the admin's is one that others have, too, or
+            prefixes are to be isolated without keys.
     """
     app = FastAPI(
         title="Layby",
@@ -86,8 +95,10 @@ def create_app(
         app.add_middleware(ApiKeyGuard, api_keys=keys, admin_api_key=admin_api_key)
     install_error_handlers(app)
     created = int(time.time())
-    _add_generating_routes(app, engine)
-    add_request_routes(app, engine, has_keys=bool(keys))
+    owners = Owners(has_keys=bool(keys), isolates_prefixes=isolate_prefix_cache)
+    live = LiveCalls()
+    _add_generating_routes(app, engine, owners, live, durable)
+    add_request_routes(app, engine, owners, live, durable)
     _add_model_routes(app, engine, created)
     _add_operator_routes(app, engine)
     if admin_api_key is not None:
@@ -104,7 +115,13 @@ def _api_keys(api_key: str | Sequence[str] | None) -> list[str]:
     return keys
 
 
-def _add_generating_routes(app: FastAPI, engine: AsyncEngine) -> None:
+def _add_generating_routes(
+    app: FastAPI,
+    engine: AsyncEngine,
+    owners: Owners,
+    live: LiveCalls,
+    durable: DurableRequests | None,
+) -> None:
     busy: dict[int | str, dict[str, Any]] = {
         **_BAD_INPUT,
         429: {
@@ -129,8 +146,14 @@ def _add_generating_routes(app: FastAPI, engine: AsyncEngine) -> None:
         prompt = await _encode_chat(
             engine, body.messages, body.add_generation_prompt, body.chat_template_kwargs
         )
-        call = _call(body, [prompt], params, prompt_param="messages")
-        return await respond(engine, request, call, ChatAnswer(engine.model_name, engine.tokenizer))
+        owner = owners.of(request)
+        salt = owners.cache_salt(owner, body.cache_salt)
+        call = _call(body, [prompt], params, salt, prompt_param="messages")
+        if durable is not None:
+            digest = digest_of("chat", body)
+            return await durable.respond(request, call, owner=owner, kind="chat", digest=digest)
+        chat_answer = ChatAnswer(engine.model_name, engine.tokenizer)
+        return await respond(engine, request, call, chat_answer, live=live, owner=owner)
 
     @app.post(
         "/v1/completions",
@@ -150,15 +173,23 @@ def _add_generating_routes(app: FastAPI, engine: AsyncEngine) -> None:
         if body.echo:
             work = sum(map(len, prompts)) + PROMPT_WORK * len(prompts)
             prompts, echoes = await engine.prepare_in_time(partial(_echoes, engine, body), work)
-        call = _call(body, prompts, params, names_index=body.is_list_of_prompts)
+        owner = owners.of(request)
+        salt = owners.cache_salt(owner, body.cache_salt)
+        call = _call(body, prompts, params, salt, names_index=body.is_list_of_prompts)
+        if durable is not None:
+            kind, digest = "completion", digest_of("completion", body)
+            return await durable.respond(
+                request, call, owner=owner, kind=kind, digest=digest, echoes=echoes
+            )
         answer = CompletionAnswer(engine.model_name, engine.tokenizer, params.n, echoes)
-        return await respond(engine, request, call, answer)
+        return await respond(engine, request, call, answer, live=live, owner=owner)
 
 
 def _call(
     body: GenerationRequest,
     prompts: Sequence[str | list[int]],
     params: layby.SamplingParams,
+    cache_salt: str,
     *,
     prompt_param: str = "prompt",
     names_index: bool = False,
@@ -167,7 +198,7 @@ def _call(
         prompts=prompts,
         params=params,
         priority=body.priority,
-        cache_salt=body.cache_salt,
+        cache_salt=cache_salt,
         prompt_param=prompt_param,
         names_index=names_index,
         stream=body.stream,

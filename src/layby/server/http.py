@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from layby.errors import EngineDrainingError, InvalidRequestError
 from layby.server.errors import error_response
+from layby.server.owners import bearer_token
 from layby.server.protocol import Body, Limits
 
 if TYPE_CHECKING:
@@ -186,10 +187,7 @@ class ApiKeyGuard:
 
 
 def _brings_one_of(keys: Sequence[bytes], scope: Scope) -> bool:
-    header: bytes = dict(scope["headers"]).get(b"authorization", b"")
-    scheme, _, given = header.partition(b" ")
-    if scheme.lower() != b"bearer":
-        return False
+    given = bearer_token(scope["headers"])
     # Every key is compared, in constant time each: timing tells nothing about any of them.
-    matches = [hmac.compare_digest(given.strip(), key) for key in keys]
+    matches = [hmac.compare_digest(given, key) for key in keys]
     return any(matches)

@@ -184,7 +184,9 @@ def _read_layby(lines: TraceLines) -> Iterator[TraceRequest]:
                 lines.skipped += 1
                 continue
             try:
-                request = _as_traced(arrival, row[1:], reader.config.block_size)
+                had = arrival.outputs or [0] * len(row[1:])
+                outputs = [tokens - old for tokens, old in zip(row[1:], had, strict=False)]
+                request = _as_traced(arrival, outputs, reader.config.block_size)
             except (ValueError, ConfigError) as error:
                 raise reader.error(str(error)) from None
             traced.append((arrival.request, request))
@@ -193,17 +195,22 @@ def _read_layby(lines: TraceLines) -> Iterator[TraceRequest]:
     yield from (request for _, request in sorted(traced, key=itemgetter(0)))
 
 
+def _mean(numbers: Sequence[int]) -> int:
+    return round(sum(numbers) / len(numbers)) if numbers else 0
+
+
 def _as_traced(arrival: Arrival, outputs: Sequence[int], block_size: int) -> TraceRequest:
-    num_output = max(1, round(sum(outputs) / len(outputs)))
+    num_output, had = max(1, _mean(outputs)), _mean(arrival.outputs)
+    max_tokens = arrival.max_tokens - had
     prefix = tuple(unpack_hashes(arrival.hashes))
     return TraceRequest(
         arrival.time,
-        arrival.num_prompt_tokens,
+        arrival.num_prompt_tokens + had,  # all of it is computed anew
         num_output,
         priority=arrival.priority,
         prefix=prefix,
         prefix_block_tokens=block_size if prefix else 0,
-        max_tokens=None if num_output == arrival.max_tokens else arrival.max_tokens,
+        max_tokens=None if num_output == max_tokens else max_tokens,
         n=arrival.n,
         request_id=str(arrival.request),
     )
@@ -544,7 +551,9 @@ class Replay:
                 use_prefix_cache=arrival.use_prefix_cache,
                 content=content,
             )
-            scheduler.add_request(request)
+            if arrival.outputs:
+                request.continue_from(_continued(arrival))
+            scheduler.add_request(request, was_accepted=arrival.was_accepted)
         except (InvalidRequestError, QueueFullError) as error:
             refused = type(error).__name__
         self.check.decisions += bool(refused)
@@ -638,6 +647,17 @@ class Replay:
         self.check.decisions += len(ended)
         for request in ended:
             self._contents.pop(request.order, None)
+
+
+def _continued(arrival: Arrival) -> list[tuple[list[int], FinishReason | None]]:
+    """What each sample of a request of an earlier process had."""
+    if not all(0 < tokens <= arrival.max_tokens for tokens in arrival.outputs):
+        raise ValueError(f"{arrival.outputs} of {arrival.max_tokens} tokens")
+    reasons = arrival.reasons or [""] * len(arrival.outputs)
+    return [
+        ([TOKEN] * tokens, FinishReason(reason) if reason else None)
+        for tokens, reason in zip(arrival.outputs, reasons, strict=True)
+    ]
 
 
 def _live(scheduler: Scheduler, number: int) -> Request:
