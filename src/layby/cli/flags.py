@@ -234,7 +234,7 @@ def _off_switch(name: str, annotation: Any) -> str:
 def _or_none(annotation: Any) -> Callable[[Any], Any]:
     """A parser of one value, or of ``none``."""
     kind = next(part for part in get_args(annotation) if part is not type(None))
-    wanted = {int: "an integer", float: "a number"}[kind]
+    wanted = {int: "an integer", float: "a number", str: "text"}[kind]
 
     def parse(text: Any) -> Any:
         if str(text).lower() == _NONE:

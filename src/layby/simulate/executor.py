@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 
 from layby.execution.executor import StepResult
 from layby.scheduling import Request
-from layby.scheduling.plan import StepPlan
+from layby.scheduling.plan import StepPlan, TransferEnd
 from layby.scheduling.request import Sequence
-from layby.simulate.cost import CostModel, StepLoad
+from layby.simulate.cost import CostModel, MoveCost, StepLoad
 from layby.simulate.observations import RequestRecord
 from layby.simulate.traces import TraceRequest
 
@@ -109,21 +110,36 @@ class SimulatedExecutor:
     Args:
         cost: How long a step takes.
         clock: The scheduler's.
+        disk: How long a transfer between RAM and disk takes, either way; no time if None. They are
+            done one after another, beside the steps.
     """
 
-    def __init__(self, cost: CostModel, clock: VirtualClock) -> None:
+    def __init__(self, cost: CostModel, clock: VirtualClock, disk: MoveCost | None = None) -> None:
         self.cost = cost
         self.clock = clock
+        self.disk = disk or MoveCost()
+        self._disk_free_s = 0.0
+        self._transfers: deque[tuple[float, int]] = deque()  # when each ends, and its number
 
     def execute(self, plan: StepPlan) -> StepResult:
         """See ``Executor``. What is sampled is known beforehand."""
+        for transfer in (*plan.promote, *plan.demote):
+            begin = max(self._disk_free_s, self.clock.now)
+            self._disk_free_s = begin + self.disk.seconds(len(transfer.moves))
+            self._transfers.append((self._disk_free_s, transfer.number))
         self.clock.now += self.cost.step_s(StepLoad.of(plan))
+        if self._transfers and not plan.scheduled:  # nothing to do but to wait for the disk
+            self.clock.now = max(self.clock.now, self._transfers[0][0])
+        ends = []
+        while self._transfers and self._transfers[0][0] <= self.clock.now:
+            ends.append(TransferEnd(self._transfers.popleft()[1]))
         return StepResult(
             [
                 next_token(seq) if seq.stop_token_ids else TOKEN
                 for item in plan.scheduled
                 for seq in item.samplers
-            ]
+            ],
+            transfer_ends=ends,
         )
 
     def release(self, request_id: str) -> None:

@@ -16,6 +16,7 @@ from layby.errors import InvalidRequestError, LaybyError, QueueFullError
 from layby.scheduling import Request, RequestStatus, Scheduler, SchedulerConfig
 from layby.scheduling import Sequence as Sample
 from layby.scheduling.plan import PreemptionMode, ScheduledSequence, StepPlan
+from layby.simulate.cost import MoveCost
 from layby.simulate.executor import (
     TOKEN,
     SimulatedExecutor,
@@ -26,6 +27,10 @@ from layby.simulate.executor import (
 from layby.simulate.observations import RequestLog, SimulationReport, TierMoves, Timeline
 from layby.simulate.profiles import Profile
 from layby.simulate.traces import Trace
+
+DISK_BYTES_PER_S = 1e9
+DISK_OVERHEAD_S = 0.0005
+"""What a simulated disk does, both ways; profiles say nothing of it."""
 
 COLUMNS = ("waiting", "running", "swapped", "kv_usage", "swap_usage")
 """What is recorded over time."""
@@ -160,7 +165,8 @@ class Simulation:
         self.profile = profile
         self.clock = VirtualClock()
         self.scheduler = Scheduler(config, clock=self.clock)
-        self.executor = SimulatedExecutor(profile.cost, self.clock)
+        disk = MoveCost(DISK_OVERHEAD_S, profile.block_bytes / DISK_BYTES_PER_S)
+        self.executor = SimulatedExecutor(profile.cost, self.clock, disk)
         self.refusals = Refusals()
         self.steps = 0
         self._skips = skips
@@ -231,7 +237,20 @@ class Simulation:
                     metrics.swapped_in_blocks,
                     metrics.swapped_out_blocks * block_bytes,
                     metrics.swapped_in_blocks * block_bytes,
-                )
+                ),
+                *(
+                    [
+                        TierMoves(
+                            "disk",
+                            metrics.demoted_blocks,
+                            metrics.promoted_blocks,
+                            metrics.demoted_blocks * block_bytes,
+                            metrics.promoted_blocks * block_bytes,
+                        )
+                    ]
+                    if config.num_disk_blocks
+                    else []
+                ),
             ],
             settings={
                 "trace": self.trace.name,
@@ -267,12 +286,14 @@ class Simulation:
         """One step, as the engine takes it."""
         plan = self.scheduler.schedule()
         self._observer.decided(plan)
-        tokens = self.executor.execute(plan).tokens
-        finished = self.scheduler.update(plan, tokens)
+        result = self.executor.execute(plan)
+        finished = self.scheduler.update(plan, result.tokens)
+        self.scheduler.transfers_ended(result.transfer_ends)
         self.steps += 1
         self._observer.sampled(plan, finished, self.clock.now)
         self._observer.passed(self.clock.now)
-        self._empty_steps = self._empty_steps + 1 if plan.is_empty else 0
+        stalls = plan.is_empty and not (result.transfer_ends or self.scheduler.tiers.num_transfers)
+        self._empty_steps = self._empty_steps + 1 if stalls else 0
         if self._empty_steps >= STALL_STEPS:
             raise StalledError(
                 f"nothing was scheduled in {STALL_STEPS} steps, with requests "
