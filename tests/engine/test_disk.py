@@ -10,17 +10,14 @@ from layby.sampling_params import SamplingParams
 from tests.engine.harness import Harness
 
 
-def crowded(**config: int) -> Harness:
+def crowded() -> Harness:
     """Ten requests, each more urgent than the one before: most lie on disk for a while."""
     harness = Harness(
-        **{
-            "num_blocks": 16,
-            "num_swap_blocks": 16,
-            "num_disk_blocks": 100,
-            "watermark": 0,
-            "enable_prefix_caching": False,
-            **config,
-        }
+        num_blocks=16,
+        num_swap_blocks=16,
+        num_disk_blocks=100,
+        watermark=0,
+        enable_prefix_caching=False,
     )
     for number in range(10):
         harness.engine.add_request(

@@ -11,7 +11,7 @@ from layby.execution.faults import Faults
 from layby.execution.torch_executor import TorchExecutor
 from layby.models.transformer import Transformer
 from layby.sampling_params import SamplingParams
-from layby.scheduling import Request, Scheduler, SchedulerConfig
+from layby.scheduling import Request, Scheduler, SchedulerConfig, TransferEnd
 from layby.scheduling.metrics import SchedulerMetrics
 from tests.execution.harness import TINY, random_tokens, random_weights
 
@@ -93,9 +93,9 @@ def run(
     return tokens, scheduler.metrics
 
 
-def _all_ends(executor: TorchExecutor, scheduler: Scheduler) -> list:  # type: ignore[type-arg]
+def _all_ends(executor: TorchExecutor, scheduler: Scheduler) -> list[TransferEnd]:
     assert executor._disk is not None
-    ends = []
+    ends: list[TransferEnd] = []
     while len(ends) < scheduler.tiers.num_transfers:
         ends += executor._disk.ends(wait_s=5)
     return ends

@@ -155,6 +155,21 @@ class TestReadAhead:
         assert sum(not plan.scheduled for plan in harness.plans) <= 2
         assert harness.scheduler.metrics.promoted_blocks > 20
 
+    def test_ram_is_used_as_soon_as_it_is_free(self) -> None:
+        """What a resumed request leaves is free only after its step, when nobody may look."""
+        harness = in_waves()
+        waves(harness)
+        looked = 0
+        while harness.scheduler.has_unfinished:
+            moved = bool(harness.shadow.transfers)
+            plan = harness.step()
+            on_disk = [r for r in harness.scheduler.swapped if where(harness, r) == "disk"]
+            if on_disk and not (moved or harness.shadow.transfers or plan.swap_in):
+                looked += 1
+                size = len(on_disk[0].sequences[0].disk_table)
+                assert size > harness.scheduler.swap_pool.num_free
+        assert looked
+
     def test_a_full_disk_and_a_full_ram_cannot_block_each_other(self) -> None:
         """What lies on disk becomes the first to return, RAM is full of what follows, and none of
         that can be written: the last of it is computed again."""

@@ -120,7 +120,7 @@ class SwapTiers:
         """
         if not (self._memory.disk.num_blocks and (self._has_changed or is_idle)):
             return []
-        self._has_changed = False
+        self._has_changed = bool(plan.swap_in)  # what that leaves is free after the step
         parked = list(self._swapped)
         blocked = self._read_ahead(parked, plan)
         self._write_behind(parked, blocked, plan)

@@ -280,7 +280,7 @@ class Simulation:
         self.steps += 1
         self._observer.sampled(plan, finished, self.clock.now)
         self._observer.passed(self.clock.now)
-        stalls = plan.is_empty and not self.scheduler.tiers.num_transfers
+        stalls = plan.is_empty and not (result.transfer_ends or self.scheduler.tiers.num_transfers)
         self._empty_steps = self._empty_steps + 1 if stalls else 0
         if self._empty_steps >= STALL_STEPS:
             raise StalledError(
