@@ -178,11 +178,7 @@ class TestReadAhead:
         scheduler = harness.scheduler
         parked = list(scheduler.swapped)
         for request in parked:
-            scheduler.swapped.remove(request)
-        for request in parked:
-            request.priority = 20 - request.priority
-            scheduler.swapped.add(request)
-        scheduler.tiers.reorder()
+            scheduler.set_priority(request.request_id, 20 - request.priority)
         harness.run()
         assert_right_tokens(*requests)
         assert scheduler.metrics.kv_losses == 1

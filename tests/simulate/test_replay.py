@@ -268,11 +268,18 @@ def test_another_size_is_another_life(tmp_path: Path) -> None:
     assert checked(write(tmp_path / "lie", rows)).difference is not None
 
 
+ON_DISK: dict[str, Any] = {
+    "num_blocks": 40, "num_swap_blocks": 28, "num_disk_blocks": 120, "max_num_seqs": 16,
+    "max_num_batched_tokens": 32, "max_queue": 30, "watermark": 0.0,
+}  # fmt: skip
+"""So much is parked that RAM has no room for it."""
+
+
 @settings(max_examples=10, deadline=None)
 @given(
     seed=st.integers(0, 10**9),
-    num_swap_blocks=st.sampled_from([4, 16]),
-    num_disk_blocks=st.sampled_from([6, 40]),
+    num_swap_blocks=st.sampled_from([14, 28]),
+    num_disk_blocks=st.sampled_from([30, 120]),
     priority_aging=st.sampled_from([None, 2.0]),
     max_bytes=st.sampled_from([600, 2**20]),
 )
@@ -290,11 +297,10 @@ def test_parked_work_on_disk_is_replayed(
         record(
             path,
             seed,
-            requests=10,
+            requests=30,
             meddling=break_the_disk,
             max_bytes=max_bytes,
-            num_swap_blocks=num_swap_blocks,
-            num_disk_blocks=num_disk_blocks,
+            **ON_DISK | {"num_swap_blocks": num_swap_blocks, "num_disk_blocks": num_disk_blocks},
             priority_aging=priority_aging,
         )
         older = len(list(Path(folder).iterdir())) - 1
@@ -306,7 +312,10 @@ def test_parked_work_on_disk_is_replayed(
 
 
 def break_the_disk(harness: RecordedHarness, rng: random.Random) -> None:
-    """Some transfers fail, and sometimes parked work is lost without one."""
+    """Some transfers fail, and sometimes parked work is lost without one; classes change, so that
+    much is parked."""
+    for _ in range(3):
+        reclass(harness, rng)
     if rng.random() < 0.1:
         number = harness.scheduler.tiers.num_begun + 1
         harness.executor.failing_transfers[number] = rng.choice(["eio", "checksum"])
@@ -316,8 +325,7 @@ def break_the_disk(harness: RecordedHarness, rng: random.Random) -> None:
 
 
 def test_another_end_of_a_transfer_is_another_life(tmp_path: Path) -> None:
-    traffic = PRESSURE | {"num_swap_blocks": 12, "num_disk_blocks": 40}
-    harness = record(tmp_path / "r", meddling=break_the_disk, **traffic)
+    harness = record(tmp_path / "r", 0, requests=60, meddling=break_the_disk, **ON_DISK)
     report = replay_recording([tmp_path / "r"], check=True)
     assert report.check is not None
     assert report.check.difference is None
