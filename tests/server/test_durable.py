@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from layby.engine import AsyncEngine
 from layby.engine.journal import Journal
 from layby.errors import ConfigError
 from layby.server import create_app, serve_engine
-from layby.server.requests import DurableRequests
+from layby.server.durable import DurableRequests
 from tests.server.harness import (
     AlphabetExecutor,
     events,
@@ -180,6 +181,27 @@ def test_what_has_come_so_far_can_be_seen_and_cancelled(tmp_path: Path) -> None:
             assert (await client.delete("/v1/requests/mine")).status_code == 404
 
     asyncio.run(run())
+
+
+def test_another_class_is_that_of_the_next_start_as_well(tmp_path: Path) -> None:
+    ann, bob = ({"Authorization": f"Bearer {name}", **MINE} for name in ("ann", "bob"))
+    path = "/v1/requests/mine"
+
+    async def run() -> None:
+        async with durable(tmp_path, slow(), api_key=["ann", "bob"]) as (client, _):
+            post = asyncio.create_task(client.post(COMPLETIONS, json=BODY, headers=ann))
+            await until_it_runs(client, path, headers=ann)
+            change = {"priority": 5}
+            assert (await client.patch(path, json=change, headers=bob)).status_code == 404
+            answer = await client.patch(path, json=change, headers=ann)
+            assert answer.json() == {"id": "mine", "priority": 5}
+            await post
+            assert (await client.patch(path, json=change, headers=ann)).status_code == 404
+
+    asyncio.run(run())
+    with sqlite3.connect(tmp_path / "journal.sqlite3") as database:
+        [[call]] = database.execute("SELECT call FROM calls")
+    assert json.loads(call)["priority"] == 5
 
 
 @pytest.mark.parametrize("after", [0, 1, 3, 8, 100])
@@ -442,7 +464,9 @@ def test_without_a_state_directory_there_are_no_such_paths() -> None:
         async with in_process(make_engine()) as client:
             answer = await client.post(COMPLETIONS, json=BODY, headers=MINE)
             assert answer.status_code == 200
-            assert (await client.get("/v1/requests/mine")).status_code == 404
+            for method in ("GET", "DELETE"):  # PATCH is there without it, too
+                answer = await client.request(method, "/v1/requests/mine")
+                assert answer.status_code == 405
 
     asyncio.run(run())
 

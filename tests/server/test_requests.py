@@ -128,8 +128,8 @@ def test_it_is_described() -> None:
     async def run() -> None:
         async with in_process(make_engine()) as client:
             api = (await client.get("/openapi.json")).json()
-            assert "patch" in api["paths"]["/v1/requests/{call_id}"]
+            assert "patch" in api["paths"]["/v1/requests/{request_id}"]
             assert api["components"]["schemas"]["PriorityRequest"]["required"] == ["priority"]
-            assert "/v1/requests/{call_id}" in (await client.get("/docs")).text
+            assert "/v1/requests/{request_id}" in (await client.get("/docs")).text
 
     asyncio.run(run())

@@ -325,7 +325,7 @@ def break_the_disk(harness: RecordedHarness, rng: random.Random) -> None:
 
 
 def test_another_end_of_a_transfer_is_another_life(tmp_path: Path) -> None:
-    harness = record(tmp_path / "r", 0, requests=60, meddling=break_the_disk, **ON_DISK)
+    harness = record(tmp_path / "r", 41, requests=60, meddling=break_the_disk, **ON_DISK)
     report = replay_recording([tmp_path / "r"], check=True)
     assert report.check is not None
     assert report.check.difference is None
@@ -337,6 +337,32 @@ def test_another_end_of_a_transfer_is_another_life(tmp_path: Path) -> None:
     rows = rows_of(tmp_path / "r")
     failed = [row for row in rows if row["e"] == "moved" and row.get("lost")]
     del failed[0]["faults"]
+    assert checked(write(tmp_path / "lie", rows)).difference is not None
+
+
+def test_what_an_earlier_process_began_goes_on_in_a_replay(tmp_path: Path) -> None:
+    """One of two samples has ended, and the queue, which is full, is not asked."""
+    harness = RecordedHarness(tmp_path / "r", block_size=4, num_blocks=20, max_queue=0)
+    for _ in range(harness.scheduler.config.max_num_seqs):
+        harness.engine.add_request("x" * 9, SamplingParams(max_tokens=20))
+    prepared = harness.engine.prepare_again(
+        list(b"tell me more"),
+        SamplingParams(n=2, max_tokens=12, seed=1),
+        priority=-1,
+        cache_salt="",
+        age_s=3.5,
+        outputs=[(list(b"abcdefg"), None), (list(b"ab"), "stop")],
+    )
+    harness.engine.submit(prepared)
+    harness.run()
+    harness.close()
+    assert checked(tmp_path / "r").difference is None
+    rows = rows_of(tmp_path / "r")
+    [row] = [row for row in rows if row.get("again")]
+    assert (row["o"], row["reasons"]) == ([7, 2], ["", "stop"])
+    [traced] = [r for r in read_trace(tmp_path / "r").requests if r.priority == -1]
+    assert traced.num_prompt_tokens == 12 + 4  # as many as it had on average
+    row["o"] = [6, 2]
     assert checked(write(tmp_path / "lie", rows)).difference is not None
 
 

@@ -595,7 +595,7 @@ class DetokenizeRequest(Body):
 
 
 class PriorityRequest(Body):
-    """The body of PATCH /v1/requests/{call_id}."""
+    """The body of PATCH /v1/requests/{request_id}."""
 
     priority: int = Field(
         ge=-_MAX_PRIORITY, le=_MAX_PRIORITY, description="A smaller number is more urgent."
@@ -753,7 +753,7 @@ class Text(TypedDict):
 
 
 class PriorityAnswer(TypedDict):
-    """The answer of PATCH /v1/requests/{call_id}."""
+    """The answer of PATCH /v1/requests/{request_id}."""
 
     id: str
     priority: int
