@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from layby.scheduling.request import Request, Sequence
+
+if TYPE_CHECKING:
+    from layby.scheduling.costs import Decision
 
 
 class BlockMove(NamedTuple):
@@ -55,6 +58,7 @@ class StepPlan:
         swap_in: Swap block → device block.
         copy: Device block → device block (copy-on-write).
         preempted: Requests that left the device in this step, and how.
+        decisions: Where the costs of both ways out were compared: what spoke for the one taken.
         resumed: Requests that came back from the swap pool in this step.
         admitted: Requests that came from the waiting queue in this step.
         num_steady: So many of the first in ``scheduled`` go on decoding as in the step before.
@@ -69,6 +73,7 @@ class StepPlan:
     swap_in: list[BlockMove] = field(default_factory=list)
     copy: list[BlockMove] = field(default_factory=list)
     preempted: list[tuple[Request, PreemptionMode]] = field(default_factory=list)
+    decisions: list[Decision] = field(default_factory=list)
     resumed: list[Request] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
     num_steady: int = 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
@@ -12,6 +14,7 @@ from layby.errors import InvalidRequestError
 from layby.scheduling.blocks import BlockPool, PoolState
 from layby.scheduling.budget import SchedulingBudget
 from layby.scheduling.config import SchedulerConfig
+from layby.scheduling.costs import Decision, MoveCosts, decide
 from layby.scheduling.intake import Intake
 from layby.scheduling.memory import KVMemory
 from layby.scheduling.metrics import SchedulerMetrics
@@ -19,7 +22,10 @@ from layby.scheduling.plan import PreemptionMode, ScheduledSequence, StepPlan
 from layby.scheduling.policy import POLICIES, Phase, Policy
 from layby.scheduling.queues import RequestQueue
 from layby.scheduling.request import FinishReason, Request, RequestStatus, Sequence
+from layby.scheduling.reserve import UrgentRoom
 from layby.scheduling.steady import SteadyDecodes
+
+logger = logging.getLogger("layby.scheduling")
 
 
 class Fit(Enum):
@@ -51,11 +57,12 @@ class _Step:
     ``set_aside_blocks`` are device blocks that running work needs in this very step and has not
     taken yet: nobody who comes in may have them. ``entered`` came in during this step and is no
     victim in it; ``planned`` has its tokens, which are in ``scheduled``. Steady decodes appear in
-    none of them.
+    none of them. ``background_tokens`` are what less urgent prefills may still take.
     """
 
     plan: StepPlan
     budget: SchedulingBudget
+    background_tokens: int
     set_aside_blocks: int = 0
     entered: set[Request] = field(default_factory=set)
     planned: set[Request] = field(default_factory=set)
@@ -98,6 +105,8 @@ class Scheduler:
             enable_prefix_caching=config.enable_prefix_caching,
         )
         self._intake = Intake(config, self.memory)
+        self._urgent = UrgentRoom(config.urgent_window)
+        self._costs: MoveCosts | None = None
         self.waiting = RequestQueue(self.policy.urgency)
         self.running = RequestQueue(self.policy.urgency)
         self.swapped = RequestQueue(self.policy.urgency)
@@ -110,6 +119,7 @@ class Scheduler:
         self._num_added = 0
         self._open_plan: StepPlan | None = None
         self._is_quiet = False  # nothing but decoding happened since the last step was decided
+        self._quiet_until = math.inf  # when more room may be given than in that step
         self._num_queued_seqs = 0  # samples of requests that were never admitted
         self._num_placed_seqs = 0  # live sequences of all others
 
@@ -164,6 +174,8 @@ class Scheduler:
             RuntimeError: ``update`` has not been called for the plan before.
         """
         step = self._stand_fast()
+        if self.config.preemption_threshold < 1:
+            self._park_ahead(step)
         for phase in self.policy.phases:
             match phase:
                 case Phase.SWAPPED:
@@ -184,6 +196,7 @@ class Scheduler:
         step = _Step(
             plan=StepPlan(step=self._num_steps, now=self.clock()),
             budget=SchedulingBudget(self.config.max_num_batched_tokens, self.config.max_num_seqs),
+            background_tokens=self.config.background_tokens,
         )
         for request in self._attended:
             self._take_seat(request, step)
@@ -218,6 +231,7 @@ class Scheduler:
         metrics.kv_usage_max = max(metrics.kv_usage_max, self.memory.device.usage)
         self._open_plan = plan
         self._is_quiet = not (step.scheduled or plan.preempted)
+        self._quiet_until = self._urgent.changes_at(plan.now)
         return plan
 
     def _schedule_swapped(self, step: _Step) -> None:
@@ -262,6 +276,20 @@ class Scheduler:
                     return
             self._admit(request, step)
 
+    def _park_ahead(self, step: _Step) -> None:
+        """Above the threshold, park the least urgent running work before anybody needs its blocks:
+        as long as a more urgent class runs or has been seen lately, and never all of it."""
+        memory = self.memory
+        while memory.device.num_free < self._spare_blocks and len(self.running) > 1:
+            least = self.running.tail
+            if least is None or not self._yields(least, step.plan.now):
+                return
+            candidates = [r for r in self.running if r.priority == least.priority]
+            # Nobody else would get on if the only one of a class were parked again and again.
+            if len(candidates) == 1 and least.num_preemptions:
+                return
+            self._preempt(self.policy.victim(candidates), step)
+
     # --- questions ---
 
     def _can_resume(self, request: Request, step: _Step) -> Fit:
@@ -277,10 +305,58 @@ class Scheduler:
             self.memory, self.running, num_seqs=step.budget.curr_seqs
         )
         free = self.memory.device.num_free - step.set_aside_blocks - headroom
+        needed_blocks += self._room_to_keep(request, self.running.tail, step.plan.now)
         affordable = step.budget.can_schedule(
             num_tokens=len(request.ready_sequences), num_seqs=request.num_live_seqs
         )
         return Fit.OK if needed_blocks <= free and affordable else Fit.LATER
+
+    @property
+    def _spare_blocks(self) -> int:
+        """Blocks above the preemption threshold."""
+        return math.ceil((1 - self.config.preemption_threshold) * self.config.num_blocks)
+
+    def _yields(self, request: Request, now: float) -> bool:
+        """Whether a more urgent class runs, waits or has been seen lately."""
+        return (
+            any(
+                queue.head is not None and queue.head.priority < request.priority
+                for queue in (self.running, self.waiting, self.swapped)
+            )
+            or self._urgent.seen(request.priority, now)
+        )  # fmt: skip
+
+    def _room_to_keep(self, request: Request, least: Request | None, now: float) -> int:
+        """Blocks that a newcomer must leave to more urgent classes, which came to need them lately.
+
+        ``least`` is the least urgent that runs. The first of a class comes in anyhow, so that it
+        gets on.
+        """
+        if least is None or least.priority < request.priority or not self.policy.parks_for_urgent:
+            return 0
+        room = 0
+        if peak := self._urgent.peak(request.priority, now):
+            room = peak - self._held_by(request.priority - 1)
+        if self.config.preemption_threshold < 1 and self._yields(request, now):
+            room = max(room, self._spare_blocks)
+        return max(room, 0)
+
+    def _held_by(self, priority: int) -> int:
+        """Blocks held by the classes up to this one."""
+        least = self.running.tail
+        if least is None or least.priority <= priority:
+            return self.memory.device.num_held
+        held = 0
+        for request in self.running:
+            if request.priority > priority:
+                break
+            held += self.memory.held_blocks(request)
+        return held
+
+    def _note_need(self, request: Request, now: float) -> None:
+        """Remember what this request's class and those more urgent hold."""
+        if self._urgent.window_s:
+            self._urgent.note(request.priority, now, self._held_by(request.priority))
 
     # --- verbs: status, memory and queue change together ---
 
@@ -310,6 +386,7 @@ class Scheduler:
         step.entered.add(request)
         self._join_running(request, step)
         self._plan_tokens(request, step)
+        self._note_need(request, step.plan.now)
 
     def _preempt(self, victim: Request, step: _Step) -> None:
         """running → swapped, or running → waiting. What this step had planned for the victim is
@@ -317,6 +394,9 @@ class Scheduler:
         self._unplan(victim, step)
         self._leave_running(victim)
         mode = self.policy.way_out(victim, can_swap=self.memory.can_park(victim))
+        if mode is PreemptionMode.SWAP and (decision := self._weigh(victim)) is not None:
+            mode = decision.mode
+            step.plan.decisions.append(decision)
         if mode is PreemptionMode.SWAP:
             victim.move_to(RequestStatus.SWAPPED)
             moves = self.memory.park(victim)
@@ -331,6 +411,25 @@ class Scheduler:
         victim.num_preemptions += 1
         step.plan.preempted.append((victim, mode))
         self.metrics.count_preemption(mode)
+
+    def _weigh(self, victim: Request) -> Decision | None:
+        """Which way out is cheaper for one that could be parked; None if nobody asks or knows."""
+        if self._costs is None or self.config.preemption_mode != "auto":
+            return None
+        load = self.memory.leaving_load(victim)
+        decision = decide(victim.request_id, load, self._costs)
+        self.metrics.count_decision(decision.mode)
+        logger.debug(
+            "%s leaves by %s: swap %.2f ms (%d blocks out, %d in), recompute %.2f ms (%d tokens)",
+            victim.request_id,
+            decision.mode.value,
+            1e3 * decision.swap_s,
+            load.blocks_out,
+            load.blocks_in,
+            1e3 * decision.recompute_s,
+            load.tokens,
+        )
+        return decision
 
     def _make_room(self, newcomer: Request, step: _Step) -> None:
         """Preempt running work of less urgent classes for a newcomer, if that gets him in.
@@ -352,6 +451,8 @@ class Scheduler:
         staying = [request for request in self.running if request not in leaving]
         seats = step.budget.curr_seqs - sum(request.num_live_seqs for request in candidates)
         headroom = self.policy.headroom_blocks(self.memory, staying, num_seqs=seats)
+        least = staying[-1] if staying else None
+        headroom += self._room_to_keep(newcomer, least, step.plan.now)
         if seats + newcomer.num_live_seqs > step.budget.max_num_seqs or not self.memory.would_fit(
             newcomer, without=candidates, headroom=headroom
         ):
@@ -370,6 +471,7 @@ class Scheduler:
                 self.swapped.remove(request)
                 self._end_parking(request, now)
             case _:
+                self._note_need(request, now)
                 self._leave_running(request)
         request.move_to(RequestStatus.FINISHED)
         self._is_quiet = False
@@ -377,6 +479,8 @@ class Scheduler:
         for seq in request.sequences:
             self.memory.release(seq)
         del self.requests[request.request_id]
+        if not self.requests:
+            self._urgent.forget()  # so that an idle scheduler has no past, see IdleState
 
     def _join_running(self, request: Request, step: _Step) -> None:
         self.running.add(request)
@@ -447,6 +551,10 @@ class Scheduler:
         seq, request = item.sequence, item.sequence.request
         missing = seq.num_tokens - item.start - item.num_tokens
         extra = min(missing, most_tokens)
+        if extra and self._urgent.seen(request.priority, step.plan.now):
+            # A long step is a long wait for the urgent one who comes while it runs.
+            extra = min(extra, step.background_tokens)
+            step.background_tokens -= extra
         step.budget.add(num_tokens=extra, num_seqs=0)
         item.num_tokens += extra
         if extra < missing:
@@ -589,9 +697,14 @@ class Scheduler:
 
         In such a step every running sequence decodes one token, takes a block where it needs one,
         and goes on; who waits or is parked had no room in the last step and has less in these.
-        A sequence that reaches ``max_tokens`` ends in a step of its own. 0 if unknown.
+        A sequence that reaches ``max_tokens`` ends in a step of its own. 0 if unknown. Holds for
+        steps that begin before ``quiet_until()``.
         """
         if not self._is_quiet or self._attended or self._open_plan is not None:
+            return 0
+        if self.config.preemption_threshold < 1 and self._yields_any():
+            return 0
+        if self.quiet_until() <= self.clock():
             return 0
         sequences = [item.sequence for item in self._steady.turns()]
         steps = min((seq.most_tokens - len(seq.tokens) for seq in sequences), default=1) - 1
@@ -602,6 +715,15 @@ class Scheduler:
             after_step=self._num_steps,
             most=min(steps, self.config.block_size),
         )
+
+    def quiet_until(self) -> float:
+        """When ``quiet_steps`` ends by the clock alone, in seconds on it: room that was kept for
+        urgent work is given up then, and somebody may come in. Infinity if it does not."""
+        return self._quiet_until if self.swapped or self.waiting else math.inf
+
+    def _yields_any(self) -> bool:
+        least = self.running.tail
+        return least is not None and self._yields(least, self.clock())
 
     def skip(self, steps: int, next_token: Callable[[Sequence], int]) -> None:
         """Take so many steps at once.
@@ -640,6 +762,17 @@ class Scheduler:
             max(0, (len(seq.tokens) + steps - 2) // size + 1 - len(seq.block_table))
             for seq in sequences
         )
+
+    # --- costs ---
+
+    @property
+    def costs(self) -> MoveCosts | None:
+        """What ``preemption_mode=auto`` decides by; None: not known, and victims are parked."""
+        return self._costs
+
+    def set_costs(self, costs: MoveCosts) -> None:
+        """Decide by these costs from the next step on."""
+        self._costs = costs
 
     # --- ending early ---
 

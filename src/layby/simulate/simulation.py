@@ -304,6 +304,7 @@ class Simulation:
         until = float("inf")
         if self._num_arrived < len(self.trace.requests):
             until = self.trace.requests[self._num_arrived].arrival_s
+        until = min(until, self.scheduler.quiet_until())
         now, ends = self.clock.now, list[float]()
         while len(ends) < most_steps and now < until:
             now += base_s + slope_s * context
