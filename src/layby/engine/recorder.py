@@ -15,6 +15,7 @@ the configuration in its first line, a scheduler can be led through the same lif
 | `done`  | the outcome of the step decided last, unless a `run` says that it had none        |
 | `cut`   | a stop string ended a sample                                                      |
 | `abort` | a request was aborted or failed                                                   |
+| `cost`  | what parking and computing cost, as measured: victims leave by it                 |
 | `hash`  | content of blocks that samples have filled; stands before what depends on it      |
 | `broken`| the scheduler raised an error; what follows proves nothing                        |
 | `close` | the engine was closed in good order                                               |
@@ -57,6 +58,7 @@ from layby.errors import ConfigError, InvalidRequestError, QueueFullError, shown
 from layby.scheduling import (
     FinishReason,
     IdleState,
+    MoveCosts,
     Policy,
     Request,
     Scheduler,
@@ -243,6 +245,15 @@ class Abort:
 
 
 @dataclass(slots=True)
+class Costs:
+    """The scheduler decides by these costs from now on. Attributes as those of ``MoveCosts``."""
+
+    out_s: float
+    in_s: float
+    token_s: float
+
+
+@dataclass(slots=True)
 class Hashes:
     """Contents of blocks that lie behind the prompt's full ones: those of sample ``samples[i]`` of
     request ``requests[i]`` which follow its known ones are ``hashes[i]``."""
@@ -265,7 +276,7 @@ class Close:
 
 
 Event = (
-    Head | State | Gap | Arrival | Run | Step | Done | Cut | Abort | Hashes | Broken | Close
+    Head | State | Gap | Arrival | Run | Step | Done | Cut | Abort | Costs | Hashes | Broken | Close
 )  # fmt: skip
 
 _KINDS: dict[str, type[Event]] = {
@@ -278,6 +289,7 @@ _KINDS: dict[str, type[Event]] = {
     "done": Done,
     "cut": Cut,
     "abort": Abort,
+    "cost": Costs,
     "hash": Hashes,
     "broken": Broken,
     "close": Close,
@@ -805,6 +817,10 @@ class Recorder:
         self._ended.append(request)
         self._pause()
 
+    def told(self, costs: MoveCosts) -> None:
+        """The scheduler was told what moving and computing cost."""
+        self._add(Costs(costs.out_s, costs.in_s, costs.token_s))
+
     def broken(self, fault: BaseException) -> None:
         """The scheduler raised an error."""
         self._add(Broken(type(fault).__name__))  # its text might say anything
@@ -909,6 +925,8 @@ class Recorder:
                 clock=float(self._last_s),
             )
         )
+        if (costs := self._scheduler.costs) is not None:
+            self.told(costs)
         self._hand_over()
 
     def _next_file(self) -> None:
@@ -995,6 +1013,11 @@ class RecordedScheduler(Scheduler):
             raise
         self._tell(self.recorder.updated, plan, finished, self._watched.last)
         return finished
+
+    def set_costs(self, costs: MoveCosts) -> None:
+        """See ``Scheduler``."""
+        super().set_costs(costs)
+        self._tell(self.recorder.told, costs)
 
     def finish_sequence(self, seq: Sequence, reason: FinishReason = FinishReason.STOP) -> bool:
         """See ``Scheduler``."""

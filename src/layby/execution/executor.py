@@ -40,12 +40,14 @@ class StepResult:
             ``(position of the token, logprobs)`` pairs; position 0 has no prediction.
         failures: Request id → message, for requests that failed alone in this step. Their entries
             in ``tokens`` are placeholders.
+        moved_s: Seconds that the block moves between the pools took; 0 if it is not known.
     """
 
     tokens: list[int]
     logprobs: list[PositionLogprobs | None] = field(default_factory=list)
     prompt_logprobs: dict[str, list[tuple[int, PositionLogprobs]]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
+    moved_s: float = 0.0
 
 
 class Executor(Protocol):

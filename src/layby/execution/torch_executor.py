@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -48,11 +49,15 @@ class TorchExecutor:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """See ``Executor``."""
+        started = time.perf_counter()
         self.cache.swap_out(plan.swap_out)
         self.cache.swap_in(plan.swap_in)
+        moved_s = time.perf_counter() - started
         self.cache.copy(plan.copy)
         num_samples = sum(len(item.samplers) for item in plan.scheduled)
         result = StepResult([0] * num_samples, failures=self._unreadable(plan))
+        if self.model.device.type == "cpu" and (plan.swap_out or plan.swap_in):
+            result.moved_s = moved_s  # elsewhere they are only under way by now
         batch = self._batches.build(plan, without=frozenset(result.failures))
         if batch.items:
             hidden = self.model.forward(batch.flat, self.cache.pool)

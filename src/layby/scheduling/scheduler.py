@@ -27,6 +27,9 @@ from layby.scheduling.steady import SteadyDecodes
 
 logger = logging.getLogger("layby.scheduling")
 
+MOST_DOUBLINGS = 6
+"""How often the time for which a resumed request is protected doubles."""
+
 
 class Fit(Enum):
     """Whether a request can come in now. What never fits is refused by ``add_request``."""
@@ -57,12 +60,14 @@ class _Step:
     ``set_aside_blocks`` are device blocks that running work needs in this very step and has not
     taken yet: nobody who comes in may have them. ``entered`` came in during this step and is no
     victim in it; ``planned`` has its tokens, which are in ``scheduled``. Steady decodes appear in
-    none of them. ``background_tokens`` are what less urgent prefills may still take.
+    none of them. ``background_tokens`` are what less urgent prefills may still take;
+    ``prefill_class`` is the most urgent class that prefills.
     """
 
     plan: StepPlan
     budget: SchedulingBudget
     background_tokens: int
+    prefill_class: float = math.inf
     set_aside_blocks: int = 0
     entered: set[Request] = field(default_factory=set)
     planned: set[Request] = field(default_factory=set)
@@ -254,7 +259,7 @@ class Scheduler:
             if request.status is not RequestStatus.RUNNING or request in step.planned:
                 continue
             while (growth := self.memory.growth(request)) > self.memory.device.num_free:
-                victim = self.policy.victim(r for r in self.running if r not in step.entered)
+                victim = self._victim([r for r in self.running if r not in step.entered])
                 self._preempt(victim, step)
                 if victim is request:
                     break
@@ -288,7 +293,7 @@ class Scheduler:
             # Nobody else would get on if the only one of a class were parked again and again.
             if len(candidates) == 1 and least.num_preemptions:
                 return
-            self._preempt(self.policy.victim(candidates), step)
+            self._preempt(self._victim(candidates), step)
 
     # --- questions ---
 
@@ -310,6 +315,28 @@ class Scheduler:
             num_tokens=len(request.ready_sequences), num_seqs=request.num_live_seqs
         )
         return Fit.OK if needed_blocks <= free and affordable else Fit.LATER
+
+    def _victim(self, candidates: list[Request]) -> Request:
+        """Whom to preempt: of the least urgent class, the latest who has not come back just now.
+
+        The head of the running queue, which is always to get on, only if there is no other.
+        """
+        least = max(request.priority for request in candidates)
+        head = self.running.head
+        choices = [
+            request
+            for request in candidates
+            if request.priority == least and request is not head and not self._is_protected(request)
+        ]
+        return self.policy.victim(choices or candidates)
+
+    def _is_protected(self, request: Request) -> bool:
+        """Whether one that was preempted has been back for less than the time it takes to fill a
+        block; twice as long with every time that it was preempted before."""
+        if not request.num_preemptions:
+            return False
+        steps = self._num_steps - request.entered_step
+        return steps < self.config.block_size << min(request.num_preemptions - 1, MOST_DOUBLINGS)
 
     @property
     def _spare_blocks(self) -> int:
@@ -369,6 +396,7 @@ class Scheduler:
         step.plan.swap_in += moves
         step.plan.resumed.append(request)
         step.entered.add(request)
+        request.entered_step = self._num_steps
         self._join_running(request, step)
         self._end_parking(request, step.plan.now)
         self.metrics.swapped_in_blocks += len(moves)
@@ -384,6 +412,7 @@ class Scheduler:
         )
         step.plan.admitted.append(request)
         step.entered.add(request)
+        request.entered_step = self._num_steps
         self._join_running(request, step)
         self._plan_tokens(request, step)
         self._note_need(request, step.plan.now)
@@ -458,7 +487,7 @@ class Scheduler:
         ):
             return
         while candidates and self._can_admit(newcomer, step) is Fit.LATER:
-            victim = self.policy.victim(candidates)
+            victim = self._victim(candidates)
             candidates.remove(victim)
             self._preempt(victim, step)
 
@@ -553,8 +582,11 @@ class Scheduler:
         extra = min(missing, most_tokens)
         if extra and self._urgent.seen(request.priority, step.plan.now):
             # A long step is a long wait for the urgent one who comes while it runs.
-            extra = min(extra, step.background_tokens)
+            is_in_the_way = step.prefill_class < request.priority
+            extra = 0 if is_in_the_way else min(extra, step.background_tokens)
             step.background_tokens -= extra
+        if extra:
+            step.prefill_class = min(step.prefill_class, request.priority)
         step.budget.add(num_tokens=extra, num_seqs=0)
         item.num_tokens += extra
         if extra < missing:

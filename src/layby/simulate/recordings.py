@@ -21,6 +21,7 @@ from layby.engine.recorder import (
     Arrival,
     Broken,
     Close,
+    Costs,
     Cut,
     Done,
     Event,
@@ -48,6 +49,7 @@ from layby.errors import (
 from layby.scheduling import (
     FinishReason,
     IdleState,
+    MoveCosts,
     PoolState,
     PreemptionMode,
     Request,
@@ -401,6 +403,7 @@ class Replay:
         self.check = Check()
         self.step = 0
         self._clock = VirtualClock()
+        self._costs: MoveCosts | None = None
         self._scheduler: Scheduler | None = None  # None: not known how things stand
         self._open_plan: StepPlan | None = None
         # Contents may be told before their request comes.
@@ -414,6 +417,8 @@ class Replay:
         """
         self._clock = VirtualClock()
         self._scheduler = Scheduler(self.config, clock=self._clock)
+        if self._costs is not None:
+            self._scheduler.set_costs(self._costs)
         self._open_plan = None
         if state is not None:
             self._scheduler.restore(state)
@@ -436,6 +441,10 @@ class Replay:
                 self.stop()
             case Close() | Head():
                 pass
+            case Costs():
+                self._costs = MoveCosts(event.out_s, event.in_s, event.token_s)
+                if self._scheduler is not None:
+                    self._scheduler.set_costs(self._costs)
             case _ if self._scheduler is None:
                 if isinstance(event, Run | Step):
                     self.check.unchecked_steps += (len(event.times) + 1) // 2

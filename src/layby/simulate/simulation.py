@@ -162,6 +162,7 @@ class Simulation:
         self.profile = profile
         self.clock = VirtualClock()
         self.scheduler = Scheduler(config, clock=self.clock)
+        self.scheduler.set_costs(profile.cost.move_costs(config.max_num_batched_tokens))
         self.executor = SimulatedExecutor(profile.cost, self.clock)
         self.refusals = Refusals()
         self.steps = 0
