@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from layby.errors import RequestTooLargeError
-from layby.scheduling import Request
+from layby.scheduling import MoveCosts, Request
 from tests.scheduling.harness import Harness, expected_tokens
 
 BLOCK = 4
@@ -30,6 +30,10 @@ class RandomTraffic(RuleBasedStateMachine):
         ),
         caching=st.booleans(),
         watermark=st.sampled_from([0.0, 0.5, 1.0, 2.0]),
+        urgent_window=st.sampled_from([0.0, 5.0, 50.0]),
+        background_tokens=st.sampled_from([0, 3]),
+        preemption_threshold=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+        token_s=st.sampled_from([None, 0.0, 1.0, 3.0]),
     )
     def start(
         self,
@@ -41,6 +45,10 @@ class RandomTraffic(RuleBasedStateMachine):
         policy: str,
         caching: bool,
         watermark: float,
+        urgent_window: float,
+        background_tokens: int,
+        preemption_threshold: float,
+        token_s: float | None,
     ) -> None:
         self.harness = Harness(
             num_blocks=num_blocks,
@@ -52,7 +60,12 @@ class RandomTraffic(RuleBasedStateMachine):
             policy=policy,
             enable_prefix_caching=caching,
             watermark=watermark,
+            urgent_window=urgent_window,
+            background_tokens=background_tokens,
+            preemption_threshold=preemption_threshold,
         )
+        if token_s is not None:
+            self.harness.scheduler.set_costs(MoveCosts(3.0, 3.0, token_s))
         self.accepted: list[Request] = []
         self.cut_short: set[str] = set()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from contextlib import suppress
 from dataclasses import asdict
@@ -28,6 +29,9 @@ def run(seed: int, *, skipping: bool, policy: str, mode: str, caching: bool) -> 
         preemption_mode=mode,
         enable_prefix_caching=caching,
         watermark=rng.choice([0.0, 1.0]),
+        urgent_window=rng.choice([0.0, 9.0, 50.0]),
+        background_tokens=rng.choice([0, 4]),
+        preemption_threshold=rng.choice([1.0, 1.0, 0.6]),
     )
     now = 0
     scheduler = Scheduler(config, clock=lambda: float(now))
@@ -55,6 +59,8 @@ def run(seed: int, *, skipping: bool, policy: str, mode: str, caching: bool) -> 
             continue
         until_arrival = min(arrivals) - now if arrivals else 10**9
         steps = min(scheduler.quiet_steps(), until_arrival) if skipping else 0
+        if steps:
+            steps = min(steps, math.ceil(min(scheduler.quiet_until() - now, 10**9)))
         calls += 1
         if steps:
             scheduler.skip(steps, lambda seq: TOKEN)

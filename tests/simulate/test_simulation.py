@@ -147,6 +147,9 @@ CONFIGS = st.fixed_dictionaries(
         "max_num_seqs": st.sampled_from([3, 8]),
         "enable_prefix_caching": st.booleans(),
         "watermark": st.sampled_from([0.0, 1.0]),
+        "urgent_window": st.sampled_from([0.0, 2.0, 30.0]),
+        "background_tokens": st.sampled_from([0, 8]),
+        "preemption_threshold": st.sampled_from([1.0, 1.0, 0.7]),
         "max_queue": st.sampled_from([None, 2]),
     }
 )
