@@ -28,7 +28,9 @@ def test_nothing_is_told_until_both_costs_are_known() -> None:
     assert meter.observe(prefill(100), StepResult([]), 0.5) is None
     assert meter.observe(moves(4), StepResult([]), 0.1) is None  # not timed
     costs = meter.observe(moves(4), StepResult([], moved_s=0.08), 0.1)
-    assert costs == MoveCosts(pytest.approx(0.02), pytest.approx(0.02), pytest.approx(0.005))
+    assert costs is not None
+    assert (costs.out_s, costs.in_s) == (pytest.approx(0.02), pytest.approx(0.02))
+    assert costs.token_s == pytest.approx(0.005)
 
 
 def test_small_changes_are_not_told() -> None:

@@ -316,7 +316,9 @@ def test_a_swap_moves_the_blocks_and_takes_its_time() -> None:
     their fifth position on, and the step that stores a ninth finds no fifth block.
     """
     cost = replace(FLAT, swap_out=MoveCost(10.0, 1.0), swap_in=MoveCost(20.0, 2.0))
-    simulation, log = run(trace_of((0.0, 4, 9), (0.0, 4, 9)), cost, num_blocks=4)
+    simulation, log = run(
+        trace_of((0.0, 4, 9), (0.0, 4, 9)), cost, num_blocks=4, preemption_mode="swap"
+    )
     first, second = log.records()
     # Step 1 prefills both, steps 2 to 5 store positions 4 to 7 (tokens 2 to 5); step 6 wants the
     # ninth position: the second leaves with its two blocks. The first has 9 tokens after step 9.
