@@ -411,7 +411,7 @@ def test_blocks_of_another_size_cost_what_their_tokens_do() -> None:
     trace = trace_of((0.0, 8, 17), (0.0, 8, 17))
     seconds, moved = [], []
     for size in (4, 8):
-        changed = config(num_blocks=32 // size, block_size=size)
+        changed = config(num_blocks=32 // size, block_size=size, preemption_mode="swap")
         report = simulate(trace, profile(cost), changed)
         seconds.append(report.simulated_s)
         moved.append((report.moves[0].out_blocks, report.moves[0].out_bytes))
