@@ -122,6 +122,8 @@ class Harness:
         before = self.scheduler
         self.scheduler = Scheduler(self.config, clock=lambda: self.now)
         self.shadow = KVShadow(self.config)
+        # Whoever gave the pool another size gives the new one what was accepted needs.
+        self.scheduler.resize(max(self.config.num_blocks, before.device_pool.limit))
         again = {}
         for old in before.requests.values():
             request = Request(

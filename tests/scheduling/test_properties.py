@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from layby.errors import RequestTooLargeError
-from layby.scheduling import Request
+from layby.scheduling import MoveCosts, Request
 from tests.scheduling.harness import Harness, expected_tokens
 
 BLOCK = 4
@@ -34,6 +34,10 @@ class RandomTraffic(RuleBasedStateMachine):
         watermark=st.sampled_from([0.0, 0.5, 1.0, 2.0]),
         priority_aging=st.sampled_from([None, 0.7, 3.0, 20.0]),
         demote_after_tokens=st.sampled_from([None, 1, 3, 10]),
+        urgent_window=st.sampled_from([0.0, 5.0, 50.0]),
+        background_tokens=st.sampled_from([0, 3]),
+        preemption_threshold=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+        token_s=st.sampled_from([None, 0.0, 1.0, 3.0]),
     )
     def start(
         self,
@@ -49,6 +53,10 @@ class RandomTraffic(RuleBasedStateMachine):
         watermark: float,
         priority_aging: float | None,
         demote_after_tokens: int | None,
+        urgent_window: float,
+        background_tokens: int,
+        preemption_threshold: float,
+        token_s: float | None,
     ) -> None:
         self.harness = Harness(
             num_blocks=num_blocks,
@@ -63,8 +71,13 @@ class RandomTraffic(RuleBasedStateMachine):
             watermark=watermark,
             priority_aging=priority_aging,
             demote_after_tokens=demote_after_tokens,
+            urgent_window=urgent_window,
+            background_tokens=background_tokens,
+            preemption_threshold=preemption_threshold,
         )
         self.harness.ends_transfers = not slow_disk
+        if token_s is not None:
+            self.harness.scheduler.set_costs(MoveCosts(3.0, 3.0, token_s))
         self.accepted: list[Request] = []
         self.cut_short: set[str] = set()
         self.ended_before = 0  # by schedulers that are gone

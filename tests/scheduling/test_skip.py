@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from contextlib import suppress
 from dataclasses import asdict
@@ -30,6 +31,9 @@ def run(seed: int, *, skipping: bool, policy: str, mode: str, caching: bool) -> 
         watermark=rng.choice([0.0, 1.0]),
         priority_aging=rng.choice([None, None, 5.0]),
         demote_after_tokens=rng.choice([None, 4, 11]),
+        urgent_window=rng.choice([0.0, 9.0, 50.0]),
+        background_tokens=rng.choice([0, 4]),
+        preemption_threshold=rng.choice([1.0, 1.0, 0.6]),
     )
     now = 0
     scheduler = Scheduler(config, clock=lambda: float(now))
@@ -60,6 +64,8 @@ def run(seed: int, *, skipping: bool, policy: str, mode: str, caching: bool) -> 
             continue
         until_event = min([step for step in [*arrivals, *sizes] if step > now], default=10**9) - now
         steps = min(scheduler.quiet_steps(), until_event) if skipping else 0
+        if steps:
+            steps = min(steps, math.ceil(min(scheduler.quiet_until() - now, 10**9)))
         calls += 1
         if steps:
             scheduler.skip(steps, lambda seq: TOKEN)

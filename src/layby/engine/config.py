@@ -111,7 +111,8 @@ class EngineConfig:
     max_num_batched_tokens: int = _option(512, "Most tokens one step computes.", unit="tokens")
     preemption_mode: str = _option(
         "auto",
-        "How a running request gives way; auto: swap, recompute where the swap pool is full.",
+        "How a running request gives way; auto: by whichever way costs less, as measured; "
+        "recompute where the swap pool is full.",
         choices=PREEMPTION_MODES,
     )
     scheduling_policy: str = _option(
@@ -124,6 +125,22 @@ class EngineConfig:
         1.0,
         "Blocks kept free for every running sequence when another comes in.",
         unit="blocks",
+    )
+    urgent_window: float = _option(
+        30.0,
+        "How long less urgent newcomers leave free what more urgent classes came to need; 0: they "
+        "leave nothing.",
+        unit="seconds",
+    )
+    background_tokens: int = _option(
+        64,
+        "Most prompt tokens in a step for classes less urgent than one seen within urgent_window.",
+        unit="tokens",
+    )
+    preemption_threshold: float = _option(
+        1.0,
+        "Share of the device pool, 0 to 1, above which the least urgent running work is parked "
+        "ahead of need, while a more urgent class runs or has been seen within urgent_window.",
     )
     max_queue: int | None = _option(
         1024,
@@ -345,6 +362,9 @@ class EngineConfig:
             policy=self.scheduling_policy,
             enable_prefix_caching=self.enable_prefix_caching,
             watermark=self.watermark,
+            urgent_window=self.urgent_window,
+            background_tokens=self.background_tokens,
+            preemption_threshold=self.preemption_threshold,
             max_queue=self.max_queue,
             priority_aging=self.priority_aging,
             demote_after_tokens=self.demote_after_tokens,

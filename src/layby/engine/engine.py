@@ -15,6 +15,7 @@ from typing import Any
 
 from prometheus_client import Gauge
 
+from layby.engine.costs import CostMeter
 from layby.engine.detokenizer import Detokenizer, StopStrings
 from layby.engine.interfaces import ChatTemplate, Tokenizer
 from layby.engine.kv_pool import KVPoolSize, check_pool_size
@@ -168,6 +169,7 @@ class Engine:
         self._stats = EngineStats()
         self._metrics = EngineMetrics(model_name, self.stats, scheduler.metrics.swap_faults)
         self._busy_log = BusyLog(clock())
+        self._cost_meter = CostMeter()
         scheduler.metrics.on_swapped = self._metrics.observe_swapped
         if recorder is not None:
             Gauge(
@@ -430,7 +432,7 @@ class Engine:
             plan = self.scheduler.schedule()
             in_transfer = self.scheduler.tiers.num_transfers
             idle = plan.is_empty and not in_transfer
-            result = StepResult([]) if idle else self.executor.execute(plan)
+            result = StepResult([]) if idle else self._execute(plan)
             # Failures go first: what they computed must not reach the prefix cache.
             deltas = [self._fail(name, why) for name, why in result.failures.items()]
             self.scheduler.update(plan, result.tokens)
@@ -447,6 +449,15 @@ class Engine:
             self.fail_all(f"a step was broken off by {type(fault).__name__}")
             raise
         return [delta for delta in deltas if delta is not None]
+
+    def _execute(self, plan: StepPlan) -> StepResult:
+        """Run the plan, and let the scheduler know what moving and computing cost."""
+        started = time.perf_counter()
+        result = self.executor.execute(plan)
+        costs = self._cost_meter.observe(plan, result, time.perf_counter() - started)
+        if costs is not None:
+            self.scheduler.set_costs(costs)
+        return result
 
     def abort(self, request_id: str, error: LaybyError | None = None) -> RequestDelta | None:
         """End a request now; its blocks are free at the next step.
@@ -857,6 +868,8 @@ class Engine:
             preemptions_swap=metrics.preemptions_swap,
             preemptions_recompute=metrics.preemptions_recompute,
             preemption_rate=metrics.preemption_rate,
+            decisions_swap=metrics.decisions_swap,
+            decisions_recompute=metrics.decisions_recompute,
             recomputed_tokens=metrics.recomputed_tokens,
             swapped_queue_size_max=metrics.swapped_queue_size_max,
             swaps_completed=metrics.swaps_completed,

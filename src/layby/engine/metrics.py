@@ -73,6 +73,7 @@ class EngineStats(Mapping[str, Any]):
         generation_tokens: Tokens sampled.
         preemptions_swap, preemptions_recompute: Requests that left the device, by mode.
         preemption_rate: Preemptions per accepted request.
+        decisions_swap, decisions_recompute: Victims whose way out was chosen by its cost.
         recomputed_tokens: Positions computed again after a preemption.
         swapped_queue_size_max: Longest the swapped queue has been.
         swaps_completed: Parked requests that came back, or ended parked.
@@ -114,6 +115,8 @@ class EngineStats(Mapping[str, Any]):
     preemptions_swap: int = 0
     preemptions_recompute: int = 0
     preemption_rate: float = 0.0
+    decisions_swap: int = 0
+    decisions_recompute: int = 0
     recomputed_tokens: int = 0
     swapped_queue_size_max: int = 0
     swaps_completed: int = 0
@@ -305,6 +308,14 @@ class _StatsCollector(Collector):
         preemptions.add_metric(["swap"], stats.preemptions_swap)
         preemptions.add_metric(["recompute"], stats.preemptions_recompute)
         yield preemptions
+        decisions = CounterMetricFamily(
+            "layby_preemption_decisions",
+            "Preemptions whose way out was chosen by its cost.",
+            labels=["choice"],
+        )
+        decisions.add_metric(["swap"], stats.decisions_swap)
+        decisions.add_metric(["recompute"], stats.decisions_recompute)
+        yield decisions
         yield CounterMetricFamily(
             "layby_recomputed_tokens",
             "Positions computed again after a preemption.",

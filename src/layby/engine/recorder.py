@@ -19,6 +19,7 @@ the configuration in its first line, a scheduler can be led through the same lif
 | `size`  | the device pool is to have another size                                           |
 | `moved` | transfers of parked work between RAM and disk have ended                          |
 | `lost`  | a parked request's KV was lost                                                    |
+| `cost`  | what parking and computing cost, as measured: victims leave by it                 |
 | `hash`  | content of blocks that samples have filled; stands before what depends on it      |
 | `broken`| the scheduler raised an error; what follows proves nothing                        |
 | `close` | the engine was closed in good order                                               |
@@ -63,6 +64,7 @@ from layby.scheduling import (
     BlockMove,
     FinishReason,
     IdleState,
+    MoveCosts,
     Policy,
     Request,
     Scheduler,
@@ -311,6 +313,15 @@ class Lost:
 
 
 @dataclass(slots=True)
+class Costs:
+    """The scheduler decides by these costs from now on. Attributes as those of ``MoveCosts``."""
+
+    out_s: float
+    in_s: float
+    token_s: float
+
+
+@dataclass(slots=True)
 class Hashes:
     """Contents of blocks that lie behind the prompt's full ones: those of sample ``samples[i]`` of
     request ``requests[i]`` which follow its known ones are ``hashes[i]``."""
@@ -334,7 +345,7 @@ class Close:
 
 Event = (
     Head | State | Gap | Arrival | Run | Step | Done | Cut | Abort | Reclassed | Resize | Moved
-    | Lost | Hashes | Broken | Close
+    | Lost | Costs | Hashes | Broken | Close
 )  # fmt: skip
 
 _KINDS: dict[str, type[Event]] = {
@@ -351,6 +362,7 @@ _KINDS: dict[str, type[Event]] = {
     "size": Resize,
     "moved": Moved,
     "lost": Lost,
+    "cost": Costs,
     "hash": Hashes,
     "broken": Broken,
     "close": Close,
@@ -954,6 +966,10 @@ class Recorder:
         self._add(Lost(request.order, [self._code(now)]))
         self._pause()
 
+    def told(self, costs: MoveCosts) -> None:
+        """The scheduler was told what moving and computing cost."""
+        self._add(Costs(costs.out_s, costs.in_s, costs.token_s))
+
     def broken(self, fault: BaseException) -> None:
         """The scheduler raised an error."""
         self._add(Broken(type(fault).__name__))  # its text might say anything
@@ -1058,6 +1074,8 @@ class Recorder:
                 clock=float(self._last_s),
             )
         )
+        if (costs := self._scheduler.costs) is not None:
+            self.told(costs)
         self._hand_over()
 
     def _next_file(self) -> None:
@@ -1146,6 +1164,11 @@ class RecordedScheduler(Scheduler):
             raise
         self._tell(self.recorder.updated, plan, finished, self._watched.last)
         return finished
+
+    def set_costs(self, costs: MoveCosts) -> None:
+        """See ``Scheduler``."""
+        super().set_costs(costs)
+        self._tell(self.recorder.told, costs)
 
     def finish_sequence(self, seq: Sequence, reason: FinishReason = FinishReason.STOP) -> bool:
         """See ``Scheduler``."""

@@ -42,6 +42,7 @@ class StepResult:
             in ``tokens`` are placeholders.
         transfer_ends: Transfers between RAM and disk, of this step's plan or of earlier ones, whose
             end has not been reported before.
+        moved_s: Seconds that the block moves between the pools took; 0 if it is not known.
     """
 
     tokens: list[int]
@@ -49,6 +50,7 @@ class StepResult:
     prompt_logprobs: dict[str, list[tuple[int, PositionLogprobs]]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
     transfer_ends: list[TransferEnd] = field(default_factory=list)
+    moved_s: float = 0.0
 
 
 class Executor(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -70,11 +71,13 @@ class TorchExecutor:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """See ``Executor``."""
-        self._move(plan)
+        moved_s = self._move(plan)
         if self._disk is not None and (plan.demote or plan.promote):
             self._disk.begin(plan.demote, plan.promote, self.cache.fence())
         num_samples = sum(len(item.samplers) for item in plan.scheduled)
         result = StepResult([0] * num_samples, failures=self._unreadable(plan))
+        if self.model.device.type == "cpu" and (plan.swap_out or plan.swap_in):
+            result.moved_s = moved_s  # elsewhere they are only under way by now
         batch = self._batches.build(plan, without=frozenset(result.failures))
         if batch.items:
             hidden = self.model.forward(batch.flat, self.cache.pool)
@@ -96,17 +99,26 @@ class TorchExecutor:
         self.cache.synchronize()
         del self.cache
 
-    def _move(self, plan: StepPlan) -> None:
-        """The plan's moves; the pool grows before and shrinks after them."""
+    def _move(self, plan: StepPlan) -> float:
+        """The plan's moves; the pool grows before and shrinks after them.
+
+        Returns:
+            Seconds that those between the pools took.
+        """
         cache, num_blocks = self.cache, plan.num_blocks
         if num_blocks is not None and num_blocks > cache.num_blocks:
             cache.resize(num_blocks)
+        started = time.perf_counter()
         cache.swap_out(plan.swap_out)
+        swapped_out = time.perf_counter()
         cache.copy(plan.relocate)
+        relocated = time.perf_counter()
         cache.swap_in(plan.swap_in)
+        moved_s = time.perf_counter() - relocated + swapped_out - started
         cache.copy(plan.copy)
         if num_blocks is not None and num_blocks < cache.num_blocks:
             cache.resize(num_blocks)
+        return moved_s
 
     def _unreadable(self, plan: StepPlan) -> dict[str, str]:
         """Requests with a token that the model does not have: they must not fail the batch.

@@ -12,6 +12,7 @@ while scheduler.has_unfinished:
 from layby.scheduling.blocks import BlockPool, OutOfBlocksError, PoolState
 from layby.scheduling.budget import SchedulingBudget
 from layby.scheduling.config import SchedulerConfig
+from layby.scheduling.costs import Decision, MoveCosts
 from layby.scheduling.memory import KVMemory
 from layby.scheduling.metrics import SchedulerMetrics
 from layby.scheduling.plan import (
@@ -39,7 +40,9 @@ __all__ = [
     "BlockPool",
     "FinishReason",
     "Fit",
+    "Decision",
     "IdleState",
+    "MoveCosts",
     "IllegalTransitionError",
     "KVMemory",
     "OutOfBlocksError",

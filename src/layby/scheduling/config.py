@@ -24,10 +24,17 @@ class SchedulerConfig:
         max_num_batched_tokens: Most tokens one step computes.
         max_model_len: Most tokens, prompt and output, of one sequence. None: no limit but memory.
         preemption_mode: ``swap`` and ``auto`` park by swapping, and recompute what the swap pool
-            cannot take; ``recompute`` never swaps.
+            cannot take; ``auto`` also recomputes what costs less that way, where costs are known;
+            ``recompute`` never swaps.
         policy: ``swapped-first``, ``running-first``, ``recompute-only`` or ``reserve``.
         enable_prefix_caching: Reuse full blocks by content.
         watermark: Blocks kept free per running sequence when work is resumed or admitted.
+        urgent_window: Seconds for which less urgent newcomers leave room for what more urgent
+            classes came to need; 0: none.
+        background_tokens: Most prompt tokens per step, beyond one per sequence, for classes less
+            urgent than one seen within the window.
+        preemption_threshold: Share of the device pool above which the least urgent running work is
+            parked ahead of need; 1: never.
         max_queue: Most sequences of new requests that wait beyond those that could run; None: no
             limit. Counts ``n`` per request, and never what was preempted.
         priority_aging: Seconds of waiting that move a request one class up, at least 0.001; None:
@@ -49,6 +56,9 @@ class SchedulerConfig:
     policy: str = "swapped-first"
     enable_prefix_caching: bool = True
     watermark: float = 1.0
+    urgent_window: float = 0.0
+    background_tokens: int = 64
+    preemption_threshold: float = 1.0
     max_queue: int | None = None
     priority_aging: float | None = None
     demote_after_tokens: int | None = None
@@ -63,6 +73,7 @@ class SchedulerConfig:
             ("block_size", 1),
             ("max_num_seqs", 1),
             ("max_num_batched_tokens", 1),
+            ("background_tokens", 0),
             ("max_model_len", 1),
             ("max_queue", 0),
             ("demote_after_tokens", 1),
@@ -75,6 +86,19 @@ class SchedulerConfig:
         if not (isinstance(self.watermark, int | float) and 0 <= self.watermark < math.inf):
             raise ConfigError(
                 f"watermark must be a finite number from 0 up, got {self.watermark!r}"
+            )
+        if not (isinstance(self.urgent_window, int | float) and 0 <= self.urgent_window < math.inf):
+            raise ConfigError(
+                f"urgent_window must be a finite number of seconds from 0 up, "
+                f"got {self.urgent_window!r}"
+            )
+        if not (
+            isinstance(self.preemption_threshold, int | float)
+            and 0 <= self.preemption_threshold <= 1
+        ):
+            raise ConfigError(
+                f"preemption_threshold must be a number from 0 to 1, "
+                f"got {self.preemption_threshold!r}"
             )
         aging_s = self.priority_aging
         if aging_s is not None and not (

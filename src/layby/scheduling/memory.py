@@ -20,6 +20,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 from layby.scheduling.blocks import BlockPool
+from layby.scheduling.costs import LeavingLoad
 from layby.scheduling.plan import BlockMove
 from layby.scheduling.request import Request, Sequence
 
@@ -345,6 +346,20 @@ class KVMemory:
             placed.update(seq.swap_table)
         self._leave_device(request)
         return moves
+
+    def leaving_load(self, request: Request) -> LeavingLoad:
+        """What moving the request out and back would take, against computing it again.
+
+        What others hold stays on the device; with prefix caching it is found there by either way.
+        """
+        stored = self._stored_blocks(request)
+        own = Counter(block for seq in request.live_sequences for block in seq.block_table)
+        kept = sum(self.device.ref_count(block) > own[block] for block in stored)
+        kept *= self.enable_prefix_caching
+        positions = sum(seq.num_computed for seq in request.live_sequences)
+        found = kept if request.use_prefix_cache else 0
+        tokens = min(positions, (len(stored) - found) * self.block_size)
+        return LeavingLoad(len(stored), len(stored) - kept, tokens)
 
     def _stored_blocks(self, request: Request) -> list[int]:
         """Different device blocks with something computed in them, in table order."""

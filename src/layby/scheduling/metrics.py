@@ -16,6 +16,7 @@ class SchedulerMetrics:
         requests_accepted, requests_finished, requests_aborted: Requests; ``finished`` are those
             that ended by themselves.
         preemptions_swap, preemptions_recompute: Requests that left the device, by mode.
+        decisions_swap, decisions_recompute: Victims whose way out was chosen by its cost.
         recomputed_tokens: Positions computed again after a preemption by recompute or a
             restart of the process.
         swapped_queue_size_max: Longest the swapped queue has been at the end of a step.
@@ -38,6 +39,8 @@ class SchedulerMetrics:
     requests_aborted: int = 0
     preemptions_swap: int = 0
     preemptions_recompute: int = 0
+    decisions_swap: int = 0
+    decisions_recompute: int = 0
     recomputed_tokens: int = 0
     swapped_queue_size_max: int = 0
     swaps_completed: int = 0
@@ -81,6 +84,13 @@ class SchedulerMetrics:
     def count_fault(self, kind: str) -> None:
         """One transfer failed."""
         self.swap_faults[kind] = self.swap_faults.get(kind, 0) + 1
+
+    def count_decision(self, mode: PreemptionMode) -> None:
+        """One way out was chosen by its cost."""
+        if mode is PreemptionMode.SWAP:
+            self.decisions_swap += 1
+        else:
+            self.decisions_recompute += 1
 
     def count_swapped(self, duration_s: float) -> None:
         """One parking ended, by resumption or otherwise."""

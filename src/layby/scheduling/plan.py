@@ -10,6 +10,7 @@ from layby.scheduling.request import Request, Sequence
 
 if TYPE_CHECKING:
     from layby.scheduling.classes import ClassChange
+    from layby.scheduling.costs import Decision
 
 
 class BlockMove(NamedTuple):
@@ -97,6 +98,7 @@ class StepPlan:
         demote: Transfers that begin, swap block → disk block.
         promote: Transfers that begin, disk block → swap block.
         preempted: Requests that left the device in this step, and how.
+        decisions: Where the costs of both ways out were compared: what spoke for the one taken.
         resumed: Requests that came back from the swap pool in this step.
         lost: Parked requests whose KV was given up for lack of room; they wait again.
         admitted: Requests that came from the waiting queue in this step.
@@ -117,6 +119,7 @@ class StepPlan:
     demote: list[Transfer] = field(default_factory=list)
     promote: list[Transfer] = field(default_factory=list)
     preempted: list[tuple[Request, PreemptionMode]] = field(default_factory=list)
+    decisions: list[Decision] = field(default_factory=list)
     resumed: list[Request] = field(default_factory=list)
     lost: list[Request] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)

@@ -227,6 +227,7 @@ class Request:
         "claim",
         "content",
         "demoted_at_tokens",
+        "entered_step",
         "finish_time",
         "first_token_time",
         "max_tokens",
@@ -304,6 +305,7 @@ class Request:
         # Set while diverged samples wait for one of them to compute their common prefix again.
         self.prefix_owner: Sequence | None = None
         self.num_preemptions = 0
+        self.entered_step = 0  # in which it came to run last
         self.first_token_time: float | None = None
         self.finish_time: float | None = None
         self.swapped_since: float | None = None

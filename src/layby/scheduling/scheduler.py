@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
@@ -13,6 +15,7 @@ from layby.scheduling.blocks import BlockPool, PoolState
 from layby.scheduling.budget import SchedulingBudget
 from layby.scheduling.classes import Classes
 from layby.scheduling.config import SchedulerConfig
+from layby.scheduling.costs import Decision, MoveCosts, decide
 from layby.scheduling.intake import Intake
 from layby.scheduling.memory import KVMemory
 from layby.scheduling.metrics import SchedulerMetrics
@@ -32,8 +35,14 @@ from layby.scheduling.request import (
     Sequence,
     check_priority,
 )
+from layby.scheduling.reserve import UrgentRoom
 from layby.scheduling.steady import SteadyDecodes
 from layby.scheduling.tiers import SwapTiers
+
+logger = logging.getLogger("layby.scheduling")
+
+MOST_DOUBLINGS = 6
+"""How often the time for which a resumed request is protected doubles."""
 
 
 class Fit(Enum):
@@ -68,11 +77,14 @@ class _Step:
     ``set_aside_blocks`` are device blocks that running work needs in this very step and has not
     taken yet: nobody who comes in may have them. ``entered`` came in during this step and is no
     victim in it; ``planned`` has its tokens, which are in ``scheduled``. Steady decodes appear in
-    none of them.
+    none of them. ``background_tokens`` are what less urgent prefills may still take;
+    ``prefill_class`` is the most urgent class that prefills.
     """
 
     plan: StepPlan
     budget: SchedulingBudget
+    background_tokens: int
+    prefill_class: float = math.inf
     set_aside_blocks: int = 0
     entered: set[Request] = field(default_factory=set)
     planned: set[Request] = field(default_factory=set)
@@ -116,6 +128,8 @@ class Scheduler:
             num_disk_blocks=config.num_disk_blocks,
         )
         self._intake = Intake(config, self.memory)
+        self._urgent = UrgentRoom(config.urgent_window)
+        self._costs: MoveCosts | None = None
         self.waiting = RequestQueue(self.policy.urgency)
         self.running = RequestQueue(self.policy.urgency)
         self.swapped = RequestQueue(self.policy.urgency)
@@ -136,6 +150,7 @@ class Scheduler:
         self._num_added = 0
         self._open_plan: StepPlan | None = None
         self._is_quiet = False  # nothing but decoding happened since the last step was decided
+        self._quiet_until = math.inf  # when more room may be given than in that step
         self._num_queued_seqs = 0  # samples of requests that were never admitted
         self._num_placed_seqs = 0  # live sequences of all others
 
@@ -221,6 +236,8 @@ class Scheduler:
         step = self._stand_fast()
         if self.is_resizing:
             self._change_pool(step)
+        if self.config.preemption_threshold < 1:
+            self._park_ahead(step)
         for phase in self.policy.phases:
             match phase:
                 case Phase.SWAPPED:
@@ -242,6 +259,7 @@ class Scheduler:
         step = _Step(
             plan=StepPlan(step=self._num_steps, now=self.clock()),
             budget=SchedulingBudget(self.config.max_num_batched_tokens, self.config.max_num_seqs),
+            background_tokens=self.config.background_tokens,
         )
         self._classes.promote(step.plan.now)
         self._classes.demote(self._num_steps)
@@ -282,6 +300,7 @@ class Scheduler:
         metrics.kv_usage_max = max(metrics.kv_usage_max, self.memory.device.usage)
         self._open_plan = plan
         self._is_quiet = not (step.scheduled or plan.preempted)
+        self._quiet_until = self._urgent.changes_at(plan.now)
         return plan
 
     def _schedule_swapped(self, step: _Step) -> None:
@@ -306,7 +325,7 @@ class Scheduler:
             if request.status is not RequestStatus.RUNNING or request in step.planned:
                 continue
             while (growth := self.memory.growth(request)) > self.memory.device.num_free:
-                victim = self.policy.victim(r for r in self.running if r not in step.entered)
+                victim = self._victim([r for r in self.running if r not in step.entered])
                 self._preempt(victim, step)
                 if victim is request:
                     break
@@ -335,6 +354,20 @@ class Scheduler:
                 self._lose(request, step.plan.now)
             step.plan.lost += given_up
 
+    def _park_ahead(self, step: _Step) -> None:
+        """Above the threshold, park the least urgent running work before anybody needs its blocks:
+        as long as a more urgent class runs or has been seen lately, and never all of it."""
+        memory = self.memory
+        while memory.device.num_free < self._spare_blocks and len(self.running) > 1:
+            least = self.running.tail
+            if least is None or not self._yields(least, step.plan.now):
+                return
+            candidates = [r for r in self.running if r.rank == least.rank]
+            # Nobody else would get on if the only one of a class were parked again and again.
+            if len(candidates) == 1 and least.num_preemptions:
+                return
+            self._preempt(self._victim(candidates), step)
+
     # --- questions ---
 
     def _can_resume(self, request: Request, step: _Step) -> Fit:
@@ -352,10 +385,80 @@ class Scheduler:
             self.memory, self.running, num_seqs=step.budget.curr_seqs
         )
         free = self.memory.device.num_free - step.set_aside_blocks - headroom
+        needed_blocks += self._room_to_keep(request, self.running.tail, step.plan.now)
         affordable = step.budget.can_schedule(
             num_tokens=len(request.ready_sequences), num_seqs=request.num_live_seqs
         )
         return Fit.OK if needed_blocks <= free and affordable else Fit.LATER
+
+    def _victim(self, candidates: list[Request]) -> Request:
+        """Whom to preempt: of the least urgent class, the latest who has not come back just now.
+
+        The head of the running queue, which is always to get on, only if there is no other.
+        """
+        least = max(request.rank for request in candidates)
+        head = self.running.head
+        choices = [
+            request
+            for request in candidates
+            if request.rank == least and request is not head and not self._is_protected(request)
+        ]
+        return self.policy.victim(choices or candidates)
+
+    def _is_protected(self, request: Request) -> bool:
+        """Whether one that was preempted has been back for less than the time it takes to fill a
+        block; twice as long with every time that it was preempted before."""
+        if not request.num_preemptions:
+            return False
+        steps = self._num_steps - request.entered_step
+        return steps < self.config.block_size << min(request.num_preemptions - 1, MOST_DOUBLINGS)
+
+    @property
+    def _spare_blocks(self) -> int:
+        """Blocks above the preemption threshold."""
+        return math.ceil((1 - self.config.preemption_threshold) * self.memory.device.limit)
+
+    def _yields(self, request: Request, now: float) -> bool:
+        """Whether a more urgent class runs, waits or has been seen lately."""
+        return (
+            any(
+                queue.head is not None and queue.head.rank < request.rank
+                for queue in (self.running, self.waiting, self.swapped)
+            )
+            or self._urgent.seen(request.rank, now)
+        )  # fmt: skip
+
+    def _room_to_keep(self, request: Request, least: Request | None, now: float) -> int:
+        """Blocks that a newcomer must leave to more urgent classes, which came to need them lately.
+
+        ``least`` is the least urgent that runs. The first of a class comes in anyhow, so that it
+        gets on.
+        """
+        if least is None or least.rank < request.rank or not self.policy.parks_for_urgent:
+            return 0
+        room = 0
+        if peak := self._urgent.peak(request.rank, now):
+            room = peak - self._held_by(request.rank - 1)
+        if self.config.preemption_threshold < 1 and self._yields(request, now):
+            room = max(room, self._spare_blocks)
+        return max(room, 0)
+
+    def _held_by(self, rank: int) -> int:
+        """Blocks held by the classes up to this one."""
+        least = self.running.tail
+        if least is None or least.rank <= rank:
+            return self.memory.device.num_held
+        held = 0
+        for request in self.running:
+            if request.rank > rank:
+                break
+            held += self.memory.held_blocks(request)
+        return held
+
+    def _note_need(self, request: Request, now: float) -> None:
+        """Remember what this request's class and those more urgent hold."""
+        if self._urgent.window_s:
+            self._urgent.note(request.rank, now, self._held_by(request.rank))
 
     # --- verbs: status, memory and queue change together ---
 
@@ -369,6 +472,7 @@ class Scheduler:
         step.plan.swap_in += moves
         step.plan.resumed.append(request)
         step.entered.add(request)
+        request.entered_step = self._num_steps
         self._join_running(request, step)
         self._end_parking(request, step.plan.now)
         self.metrics.swapped_in_blocks += len(moves)
@@ -384,8 +488,10 @@ class Scheduler:
         )
         step.plan.admitted.append(request)
         step.entered.add(request)
+        request.entered_step = self._num_steps
         self._join_running(request, step)
         self._plan_tokens(request, step)
+        self._note_need(request, step.plan.now)
 
     def _preempt(self, victim: Request, step: _Step) -> None:
         """running → swapped, or running → waiting. What this step had planned for the victim is
@@ -393,6 +499,9 @@ class Scheduler:
         self._unplan(victim, step)
         self._leave_running(victim)
         mode = self.policy.way_out(victim, can_swap=self.tiers.can_park(victim))
+        if mode is PreemptionMode.SWAP and (decision := self._weigh(victim)) is not None:
+            mode = decision.mode
+            step.plan.decisions.append(decision)
         if mode is PreemptionMode.SWAP:
             self.tiers.make_room(victim)
             victim.move_to(RequestStatus.SWAPPED)
@@ -410,6 +519,25 @@ class Scheduler:
         victim.num_preemptions += 1
         step.plan.preempted.append((victim, mode))
         self.metrics.count_preemption(mode)
+
+    def _weigh(self, victim: Request) -> Decision | None:
+        """Which way out is cheaper for one that could be parked; None if nobody asks or knows."""
+        if self._costs is None or self.config.preemption_mode != "auto":
+            return None
+        load = self.memory.leaving_load(victim)
+        decision = decide(victim.request_id, load, self._costs)
+        self.metrics.count_decision(decision.mode)
+        logger.debug(
+            "%s leaves by %s: swap %.2f ms (%d blocks out, %d in), recompute %.2f ms (%d tokens)",
+            victim.request_id,
+            decision.mode.value,
+            1e3 * decision.swap_s,
+            load.blocks_out,
+            load.blocks_in,
+            1e3 * decision.recompute_s,
+            load.tokens,
+        )
+        return decision
 
     def _make_room(self, newcomer: Request, step: _Step) -> None:
         """Preempt running work of less urgent classes for a newcomer, if that gets him in.
@@ -433,12 +561,14 @@ class Scheduler:
         staying = [request for request in self.running if request not in leaving]
         seats = step.budget.curr_seqs - sum(request.num_live_seqs for request in candidates)
         headroom = self.policy.headroom_blocks(self.memory, staying, num_seqs=seats)
+        least = staying[-1] if staying else None
+        headroom += self._room_to_keep(newcomer, least, step.plan.now)
         if seats + newcomer.num_live_seqs > step.budget.max_num_seqs or not self.memory.would_fit(
             newcomer, without=candidates, headroom=headroom
         ):
             return
         while candidates and self._can_admit(newcomer, step) is Fit.LATER:
-            victim = self.policy.victim(candidates)
+            victim = self._victim(candidates)
             candidates.remove(victim)
             self._preempt(victim, step)
 
@@ -454,6 +584,7 @@ class Scheduler:
                 self.tiers.forget(request)
                 self._end_parking(request, now)
             case _:
+                self._note_need(request, now)
                 self._leave_running(request)
         request.move_to(RequestStatus.FINISHED)
         self._is_quiet = False
@@ -463,6 +594,8 @@ class Scheduler:
         del self.requests[request.request_id]
         if self.memory.device.limit > self.memory.target_blocks:
             self._aim()  # it may have been the one that kept the pool large
+        if not self.requests:
+            self._urgent.forget()  # so that an idle scheduler has no past, see IdleState
 
     def _join_running(self, request: Request, step: _Step) -> None:
         self._classes.end_wait(request, step.plan.now)
@@ -535,6 +668,13 @@ class Scheduler:
         seq, request = item.sequence, item.sequence.request
         missing = seq.num_tokens - item.start - item.num_tokens
         extra = min(missing, most_tokens)
+        if extra and self._urgent.seen(request.rank, step.plan.now):
+            # A long step is a long wait for the urgent one who comes while it runs.
+            is_in_the_way = step.prefill_class < request.rank
+            extra = 0 if is_in_the_way else min(extra, step.background_tokens)
+            step.background_tokens -= extra
+        if extra:
+            step.prefill_class = min(step.prefill_class, request.rank)
         step.budget.add(num_tokens=extra, num_seqs=0)
         item.num_tokens += extra
         if extra < missing:
@@ -723,7 +863,8 @@ class Scheduler:
 
         In such a step every running sequence decodes one token, takes a block where it needs one,
         and goes on; who waits or is parked had no room in the last step and has less in these.
-        A sequence that reaches ``max_tokens`` ends in a step of its own. 0 if unknown.
+        A sequence that reaches ``max_tokens`` ends in a step of its own. 0 if unknown. Holds for
+        steps that begin before ``quiet_until()``.
         """
         if not self._is_quiet or self._attended or self._open_plan is not None:
             return 0
@@ -731,6 +872,10 @@ class Scheduler:
             return 0  # at a time, and how long a step takes is not known here
         if self.tiers.num_transfers:
             return 0  # their ends come from outside
+        if self.config.preemption_threshold < 1 and self._yields_any():
+            return 0
+        if self.quiet_until() <= self.clock():
+            return 0
         sequences = [item.sequence for item in self._steady.turns()]
         steps = min((seq.most_tokens - len(seq.tokens) for seq in sequences), default=1) - 1
         to_demotion = self._classes.steps_to_demotion(self._num_steps)
@@ -742,6 +887,15 @@ class Scheduler:
             after_step=self._num_steps,
             most=min(steps, self.config.block_size),
         )
+
+    def quiet_until(self) -> float:
+        """When ``quiet_steps`` ends by the clock alone, in seconds on it: room that was kept for
+        urgent work is given up then, and somebody may come in. Infinity if it does not."""
+        return self._quiet_until if self.swapped or self.waiting else math.inf
+
+    def _yields_any(self) -> bool:
+        least = self.running.tail
+        return least is not None and self._yields(least, self.clock())
 
     def skip(self, steps: int, next_token: Callable[[Sequence], int]) -> None:
         """Take so many steps at once.
@@ -834,6 +988,17 @@ class Scheduler:
                 self._attended.add(request)
         device.trim()
         step.plan.num_blocks = self._executor_blocks = device.limit
+
+    # --- costs ---
+
+    @property
+    def costs(self) -> MoveCosts | None:
+        """What ``preemption_mode=auto`` decides by; None: not known, and victims are parked."""
+        return self._costs
+
+    def set_costs(self, costs: MoveCosts) -> None:
+        """Decide by these costs from the next step on."""
+        self._costs = costs
 
     # --- ending early ---
 

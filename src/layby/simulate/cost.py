@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from layby.errors import ConfigError, shown
+from layby.scheduling.costs import MoveCosts
 from layby.scheduling.plan import StepPlan
 
 Knots = tuple[tuple[int, float], ...]
@@ -221,6 +222,13 @@ class CostModel:
             )
         # Last, so that decode_line() gives the same bits.
         return seconds + self.decode_context_s * load.decode_context
+
+    def move_costs(self, step_tokens: int) -> MoveCosts:
+        """What parking and computing cost, to choose between them; a prompt is computed in steps
+        of so many tokens, whose attention is left out."""
+        return MoveCosts(
+            self.swap_out.block_s, self.swap_in.block_s, self._rows.at(step_tokens) / step_tokens
+        )
 
     def decode_line(self, num_decodes: int) -> tuple[float, float]:
         """Duration of a step in which so many sequences decode and nothing else happens.

@@ -442,6 +442,8 @@ class Profiler:
             enable_prefix_caching=True,  # how prompts get their beginning
             watermark=0.0,
             max_queue=None,
+            urgent_window=0.0,
+            preemption_threshold=1.0,
             priority_aging=None,
             demote_after_tokens=None,
         )

@@ -21,6 +21,7 @@ from layby.engine.recorder import (
     Arrival,
     Broken,
     Close,
+    Costs,
     Cut,
     Done,
     Event,
@@ -52,6 +53,7 @@ from layby.errors import (
 from layby.scheduling import (
     FinishReason,
     IdleState,
+    MoveCosts,
     PoolState,
     PreemptionMode,
     Request,
@@ -440,6 +442,7 @@ class Replay:
         self.check = Check()
         self.step = 0
         self._clock = VirtualClock()
+        self._costs: MoveCosts | None = None
         self._scheduler: Scheduler | None = None  # None: not known how things stand
         self._open_plan: StepPlan | None = None
         # Contents may be told before their request comes.
@@ -453,6 +456,8 @@ class Replay:
         """
         self._clock = VirtualClock()
         self._scheduler = Scheduler(self.config, clock=self._clock)
+        if self._costs is not None:
+            self._scheduler.set_costs(self._costs)
         self._open_plan = None
         if state is not None:
             self._scheduler.restore(state)
@@ -475,6 +480,10 @@ class Replay:
                 self.stop()
             case Close() | Head():
                 pass
+            case Costs():
+                self._costs = MoveCosts(event.out_s, event.in_s, event.token_s)
+                if self._scheduler is not None:
+                    self._scheduler.set_costs(self._costs)
             case _ if self._scheduler is None:
                 if isinstance(event, Run | Step):
                     self.check.unchecked_steps += (len(event.times) + 1) // 2

@@ -164,6 +164,7 @@ class Simulation:
         self.profile = profile
         self.clock = VirtualClock()
         self.scheduler = Scheduler(config, clock=self.clock)
+        self.scheduler.set_costs(profile.cost.move_costs(config.max_num_batched_tokens))
         self.executor = SimulatedExecutor(profile.cost, self.clock)
         self.refusals = Refusals()
         self.steps = 0
@@ -306,6 +307,7 @@ class Simulation:
         until = float("inf")
         if self._num_arrived < len(self.trace.requests):
             until = self.trace.requests[self._num_arrived].arrival_s
+        until = min(until, self.scheduler.quiet_until())
         now, ends = self.clock.now, list[float]()
         while len(ends) < most_steps and now < until:
             now += base_s + slope_s * context
