@@ -325,7 +325,7 @@ def break_the_disk(harness: RecordedHarness, rng: random.Random) -> None:
 
 
 def test_another_end_of_a_transfer_is_another_life(tmp_path: Path) -> None:
-    harness = record(tmp_path / "r", 41, requests=60, meddling=break_the_disk, **ON_DISK)
+    harness = record(tmp_path / "r", 7, requests=60, meddling=break_the_disk, **ON_DISK)
     report = replay_recording([tmp_path / "r"], check=True)
     assert report.check is not None
     assert report.check.difference is None
