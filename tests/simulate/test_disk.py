@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from layby.scheduling import SchedulerConfig
+from layby.scheduling import BlockMove, SchedulerConfig, StepPlan, Transfer
+from layby.simulate.cost import CostModel, MoveCost
+from layby.simulate.executor import SimulatedExecutor, VirtualClock
 from layby.simulate.profiles import load_profile
 from layby.simulate.simulation import Simulation
 from layby.simulate.traces import Trace, TraceRequest
@@ -45,3 +47,22 @@ def test_skipping_changes_nothing(num_disk_blocks: int) -> None:
     skipped = play(num_disk_blocks=num_disk_blocks)
     assert skipped.scheduler.metrics == one_by_one.scheduler.metrics
     assert skipped.clock.now == one_by_one.clock.now
+
+
+def test_one_transfer_at_a_time_and_reads_before_writes() -> None:
+    clock = VirtualClock()
+    cost = CostModel(
+        rows_s=((0, 0.001), (1, 0.001)), demote=MoveCost(1.0, 1.0), promote=MoveCost(2.0, 0.5)
+    )
+    executor = SimulatedExecutor(cost, clock)
+    moves = (BlockMove(0, 0), BlockMove(1, 1))
+    plan = StepPlan(1, 0.0)
+    plan.demote += [Transfer(1, moves), Transfer(2, moves)]
+    plan.promote.append(Transfer(3, moves))
+    ended = {end.number: clock.now for end in executor.execute(plan).transfer_ends}
+    while len(ended) < 3:
+        ends = executor.execute(StepPlan(2, 0.0)).transfer_ends
+        ended |= {end.number: clock.now for end in ends}
+    assert list(ended) == [3, 1, 2]
+    # A step that computes nothing waits for a hundredth of a second at most.
+    assert list(ended.values()) == pytest.approx([3.0, 6.0, 9.0], abs=0.02)
