@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -179,9 +180,11 @@ def test_serve_hands_everything_to_the_server(monkeypatch: pytest.MonkeyPatch) -
         layby.server, "serve", lambda config, **options: calls.append((config, options))
     )
     monkeypatch.setenv("LAYBY_API_KEY", "one two")
-    assert main(["serve", "m.gguf", "--num-blocks", "9", "--drain-timeout", "2"]) == 0
+    flags = ["--num-blocks", "9", "--drain-timeout", "2", "--admin-api-key", "three"]
+    assert main(["serve", "m.gguf", *flags]) == 0
     monkeypatch.delenv("LAYBY_API_KEY")
-    assert main(["serve", "--host", "::", "--port", "0"]) == 0
+    arguments = ["serve", "--host", "::", "--port", "0", "--state-dir", "state"]
+    assert main([*arguments, "--keep-results", "9", "--isolate-prefix-cache"]) == 0
     assert calls == [
         (
             EngineConfig(model="m.gguf", num_blocks=9),
@@ -189,12 +192,25 @@ def test_serve_hands_everything_to_the_server(monkeypatch: pytest.MonkeyPatch) -
                 "host": "127.0.0.1",
                 "port": 8000,
                 "api_key": ["one", "two"],
+                "admin_api_key": "three",
                 "drain_timeout_s": 2.0,
+                "state_dir": None,
+                "keep_results_s": 86_400.0,
+                "isolate_prefix_cache": False,
             },
         ),
         (
             EngineConfig(),
-            {"host": "::", "port": 0, "api_key": None, "drain_timeout_s": 30.0},
+            {
+                "host": "::",
+                "port": 0,
+                "api_key": None,
+                "admin_api_key": None,
+                "drain_timeout_s": 30.0,
+                "state_dir": Path("state"),
+                "keep_results_s": 9.0,
+                "isolate_prefix_cache": True,
+            },
         ),
     ]
 
@@ -202,7 +218,10 @@ def test_serve_hands_everything_to_the_server(monkeypatch: pytest.MonkeyPatch) -
 def test_every_option_of_the_server_has_a_flag() -> None:
     """An option of ``serve`` that the command line cannot reach."""
     options = set(inspect.signature(layby.server.serve).parameters)
-    assert options == {"config", "host", "port", "api_key", "drain_timeout_s"}
+    assert options == {
+        *("config", "host", "port", "api_key", "admin_api_key", "drain_timeout_s"),
+        *("state_dir", "keep_results_s", "isolate_prefix_cache"),
+    }
 
 
 # --- errors ---

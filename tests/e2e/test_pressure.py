@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+from pathlib import Path
 
 import pytest
 
@@ -91,6 +92,23 @@ def test_a_swap_pool_that_holds_hardly_anybody_changes_no_token(
     results, stats = generate(NUM_REQUESTS, 1, num_blocks=BLOCKS, num_swap_blocks=largest)
     assert_complete(results, 1)
     assert stats.preemptions_recompute > 0
+    assert tokens(results) == undisturbed
+
+
+def test_parking_on_disk_changes_no_token(undisturbed: Tokens, tmp_path: Path) -> None:
+    """RAM takes the largest victim and little more."""
+    largest = -(-(PROMPT + OUTPUT) // 16)
+    results, stats = generate(
+        NUM_REQUESTS,
+        1,
+        num_blocks=BLOCKS,
+        num_swap_blocks=2 * largest,
+        swap_dir=tmp_path,
+        swap_disk_gib=1,
+    )
+    assert_complete(results, 1)
+    assert stats.demoted_blocks > 0
+    assert stats.swap_faults == 0
     assert tokens(results) == undisturbed
 
 

@@ -47,6 +47,7 @@ class TickingExecutor(FakeExecutor):
             block_size=config.block_size,
             num_blocks=config.num_blocks,
             num_swap_blocks=config.num_swap_blocks,
+            num_disk_blocks=config.num_disk_blocks,
             script=lambda sample: say(sample, sample.num_output_tokens),
         )
         self._clock = clock
@@ -85,6 +86,7 @@ class Harness:
         num_swap_blocks: int = 64,
         max_model_len: int = 256,
         seed: int | None = None,
+        shed_load: bool = False,
         **scheduler: Any,
     ) -> None:
         self.clock = Clock()
@@ -105,6 +107,7 @@ class Harness:
             model_name="toy",
             max_model_len=max_model_len,
             seed=seed,
+            shed_load=shed_load,
             clock=self.clock,
         )
 

@@ -132,7 +132,18 @@ def step(
     yield
 
 
-def record(path: Path, seed: int, *, requests: int = 25, **options: Any) -> RecordedHarness:
+Meddling = Callable[[RecordedHarness, random.Random], None]
+"""What an operator or a client does between two steps."""
+
+
+def record(
+    path: Path,
+    seed: int,
+    *,
+    requests: int = 25,
+    meddling: Meddling | None = None,
+    **options: Any,
+) -> RecordedHarness:
     """Record such traffic from beginning to end."""
     settings = {
         "num_blocks": 22,
@@ -144,7 +155,10 @@ def record(path: Path, seed: int, *, requests: int = 25, **options: Any) -> Reco
         **options,
     }
     harness = RecordedHarness(path, script=babble(seed), **settings)
+    rng = random.Random(f"meddling {seed}")
     for _ in traffic(harness, seed, requests):
+        if meddling is not None:
+            meddling(harness, rng)
         harness.scheduler.check_integrity()
     assert harness.engine.error is None
     harness.close()

@@ -55,6 +55,31 @@ def test_a_swap_pool_beyond_half_of_what_is_left_is_reduced_with_a_warning(
     assert "swap_gib=3 reduced to 1.00 GiB: 2.00 GiB of RAM are left" in caplog.text
 
 
+def test_the_disk_is_sized_in_gib_and_used_only_where_there_is_ram_to_reach_it() -> None:
+    assert resolve(EngineConfig()).num_disk_blocks == 0
+    assert resolve(EngineConfig(swap_dir="/d")).num_disk_blocks == 16 * 1024
+    assert resolve(EngineConfig(swap_dir="/d", swap_disk_gib=1.5)).num_disk_blocks == 1536
+    recompute = EngineConfig(swap_dir="/d", preemption_mode="recompute")
+    assert resolve(recompute).num_disk_blocks == 0
+    with pytest.raises(ConfigError, match=r"swap_disk_gib=0\.0001 holds less than one block"):
+        resolve(EngineConfig(swap_dir="/d", swap_disk_gib=0.0001))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"swap_disk_gib": 2}, "swap_disk_gib is 2, but swap_dir does not say where"),
+        ({"swap_dir": "/d", "swap_disk_gib": 0}, "swap_disk_gib must be above 0, got 0"),
+        ({"swap_dir": "/d", "swap_gib": 0}, "reaches the disk through RAM"),
+        ({"swap_dir": "/d", "num_swap_blocks": 0}, "reaches the disk through RAM"),
+    ],
+    ids=str,
+)
+def test_a_disk_that_cannot_be_used_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(**options)
+
+
 @pytest.mark.parametrize("policy", ["recompute-only", "reserve"])
 def test_no_swap_pool_is_made_for_a_policy_that_never_parks(policy: str) -> None:
     assert resolve(EngineConfig(scheduling_policy=policy)).num_swap_blocks == 0

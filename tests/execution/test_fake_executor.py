@@ -9,7 +9,13 @@ import pytest
 
 from layby.execution.fake_executor import FakeExecutor
 from layby.sampling_params import SamplingParams
-from layby.scheduling.plan import BlockMove, ScheduledSequence, StepPlan
+from layby.scheduling.plan import (
+    BlockMove,
+    ScheduledSequence,
+    StepPlan,
+    Transfer,
+    TransferEnd,
+)
 from layby.scheduling.request import Sequence
 from tests.execution.harness import make_sequence, plan, rest_of
 
@@ -214,3 +220,50 @@ def test_a_wrong_plan_is_caught_in_its_step(fault: object) -> None:
     step = fault(executor, sequence)  # type: ignore[operator]
     with pytest.raises(AssertionError, match=r"block|position"):
         executor.execute(step)
+
+
+class TestTransfers:
+    """Between RAM and disk: what is under way may be touched by nobody."""
+
+    OUT, BACK = Transfer(1, (BlockMove(5, 2),)), Transfer(2, (BlockMove(2, 6),))
+
+    def started(self, **options: object) -> tuple[FakeExecutor, Sequence]:
+        """A sequence of ten tokens whose first block was parked and is on its way to disk."""
+        executor = make(num_disk_blocks=3, **options)
+        sequence = prefilled(executor)
+        step = StepPlan(step=2, now=0.0, swap_out=[BlockMove(0, 5)], demote=[self.OUT])
+        assert executor.execute(step).transfer_ends == []
+        executor.execute(plan(rest_of(make_sequence("b", [50, 51], block_table=[0]))))
+        return executor, sequence
+
+    def resume(self, sequence: Sequence) -> StepPlan:
+        step = plan(rest_of(sequence, 9))
+        step.swap_in = [BlockMove(6, 0)]
+        return step
+
+    def test_a_block_comes_back_from_disk(self) -> None:
+        executor, sequence = self.started()
+        executor.execute(StepPlan(step=4, now=0.0, promote=[self.BACK]))
+        assert executor.execute(plan()).transfer_ends == [TransferEnd(2)]
+        executor.execute(self.resume(sequence))
+
+    def test_a_block_that_is_not_back_yet_is_caught(self) -> None:
+        executor, sequence = self.started()
+        executor.execute(StepPlan(step=4, now=0.0, promote=[self.BACK]))
+        with pytest.raises(AssertionError, match="never written"):
+            executor.execute(self.resume(sequence))
+
+    def test_a_source_overwritten_on_the_way_is_caught(self) -> None:
+        executor, sequence = self.started(transfer_steps=2)
+        executor.execute(StepPlan(step=4, now=0.0, swap_out=[BlockMove(0, 5)]))
+        executor.execute(StepPlan(step=5, now=0.0, promote=[self.BACK]))
+        executor.execute(plan())
+        executor.execute(plan())
+        with pytest.raises(AssertionError, match="position 3 in slot 3 of device block 0"):
+            executor.execute(self.resume(sequence))
+
+    def test_an_end_comes_as_late_and_with_the_fault_it_was_told(self) -> None:
+        executor, _ = self.started(transfer_steps=3)
+        executor.failing_transfers[1] = "eio"
+        assert executor.execute(plan()).transfer_ends == []
+        assert executor.execute(plan()).transfer_ends == [TransferEnd(1, "eio")]

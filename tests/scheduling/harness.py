@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import itertools
 
-from layby.scheduling import Request, Scheduler, SchedulerConfig, Sequence, StepPlan
+from layby.scheduling import (
+    Request,
+    Scheduler,
+    SchedulerConfig,
+    Sequence,
+    StepPlan,
+    Transfer,
+    TransferEnd,
+)
 
 
 def next_token(tokens: list[int], index: int) -> int:
@@ -13,25 +21,41 @@ def next_token(tokens: list[int], index: int) -> int:
 
 
 class KVShadow:
-    """What each slot of both pools holds: a digest of all tokens up to its position."""
+    """What each slot of every pool holds: a digest of all tokens up to its position."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         size = config.block_size
         self.block_size = size
         self.device: list[list[int | None]] = [[None] * size for _ in range(config.num_blocks)]
         self.swap: list[list[int | None]] = [[None] * size for _ in range(config.num_swap_blocks)]
+        self.disk: list[list[int | None]] = [[None] * size for _ in range(config.num_disk_blocks)]
+        self.transfers: dict[int, tuple[Transfer, bool]] = {}  # under way; whether to disk
         self.digests: dict[Sequence, list[int]] = {}
 
     def execute(self, plan: StepPlan) -> list[int]:
-        """Move, write, verify that each row finds its whole past, and sample."""
+        """Move, write, verify that each row finds its whole past, and sample.
+
+        Blocks that the device pool gives up are gone: who reads or writes one fails.
+        """
+        if plan.num_blocks is not None:
+            more = plan.num_blocks - len(self.device)
+            self.device += [[None] * self.block_size for _ in range(more)]
         for moves, source, target in (
             (plan.swap_out, self.device, self.swap),
+            (plan.relocate, self.device, self.device),
             (plan.swap_in, self.swap, self.device),
             (plan.copy, self.device, self.device),
         ):
             contents = [list(source[move.src]) for move in moves]
             for move, content in zip(moves, contents, strict=True):
                 target[move.dst] = content
+        if plan.num_blocks is not None:
+            del self.device[plan.num_blocks :]
+        for transfers, target in ((plan.demote, self.disk), (plan.promote, self.swap)):
+            for transfer in transfers:
+                for move in transfer.moves:  # until the end, who reads it reads nonsense
+                    target[move.dst] = [None] * self.block_size
+                self.transfers[transfer.number] = (transfer, target is self.disk)
         for item in plan.scheduled:
             digests = self._digests(item.sequence)
             for position in range(item.start, item.start + item.num_tokens):
@@ -42,6 +66,14 @@ class KVShadow:
             self._verify(item.sequence, item.start + item.num_tokens)
             tokens += [next_token(item.sequence.tokens, seq.index) for seq in item.samplers]
         return tokens
+
+    def end_transfer(self, number: int, fault: str = "") -> TransferEnd:
+        """Everything is moved now, so that nobody may have touched it in the meantime."""
+        transfer, is_demotion = self.transfers.pop(number)
+        source, target = (self.swap, self.disk) if is_demotion else (self.disk, self.swap)
+        for move in transfer.moves:
+            target[move.dst] = [None] * self.block_size if fault else list(source[move.src])
+        return TransferEnd(number, fault)
 
     def _digests(self, seq: Sequence) -> list[int]:
         """One digest per token; each covers everything before it."""
@@ -60,13 +92,19 @@ class KVShadow:
 
 
 class Harness:
-    """Drives one scheduler; ``config`` holds SchedulerConfig fields."""
+    """Drives one scheduler; ``config`` holds SchedulerConfig fields.
+
+    Attributes:
+        ends_transfers: Whether a transfer ends with the step after its own; otherwise
+            ``end_transfer`` must be called.
+    """
 
     def __init__(self, **config: object) -> None:
         self.now = 0.0
         self.config = SchedulerConfig(**{"block_size": 16, **config})  # type: ignore[arg-type]
         self.scheduler = Scheduler(self.config, clock=lambda: self.now)
         self.shadow = KVShadow(self.config)
+        self.ends_transfers = True
         self.finished: list[Request] = []
         self.plans: list[StepPlan] = []
         self._ids = itertools.count(1)
@@ -79,19 +117,57 @@ class Harness:
         self.scheduler.add_request(request)
         return request
 
+    def restart(self, *, keeps_tokens: bool) -> dict[str, Request]:
+        """Go on with new, empty pools, as another process would; what was live by id."""
+        before = self.scheduler
+        self.scheduler = Scheduler(self.config, clock=lambda: self.now)
+        self.shadow = KVShadow(self.config)
+        # Whoever gave the pool another size gives the new one what was accepted needs.
+        self.scheduler.resize(max(self.config.num_blocks, before.device_pool.limit))
+        again = {}
+        for old in before.requests.values():
+            request = Request(
+                old.request_id,
+                old.sequences[0].tokens[: old.num_prompt_tokens],
+                max_tokens=old.max_tokens,
+                n=old.n,
+                priority=old.priority,
+                arrival_time=old.arrival_time,
+            )
+            if keeps_tokens and old.first_token_time is not None:
+                request.continue_from([(s.output_tokens, s.finish_reason) for s in old.sequences])
+                request.first_token_time = old.first_token_time
+            self.scheduler.add_request(request, was_accepted=True)
+            again[old.request_id] = request
+        self.scheduler.check_integrity()
+        return again
+
     def step(self) -> StepPlan:
         """One step, one second; everything is checked before and after."""
         self.now += 1.0
         scheduler = self.scheduler
+        # What the step does first itself; the second time it changes nothing.
+        scheduler._classes.promote(self.now)
+        scheduler._classes.demote(scheduler._num_steps + 1)
+        ranks = {request: request.rank for request in scheduler.requests.values()}
         oldest = self._oldest()
         newcomer = scheduler.waiting.head
+        due = list(self.shadow.transfers) if self.ends_transfers else []
         plan = scheduler.schedule()
         scheduler.check_integrity()
-        self.check_plan(plan, oldest, newcomer)
+        self.check_plan(plan, oldest, newcomer, ranks)
         self.finished += scheduler.update(plan, self.shadow.execute(plan))
         scheduler.check_integrity()
+        for number in due:
+            self.end_transfer(number)
         self.plans.append(plan)
         return plan
+
+    def end_transfer(self, number: int, fault: str = "") -> list[Request]:
+        """A transfer ends between two steps; returns whose KV is lost by it."""
+        lost = self.scheduler.transfers_ended([self.shadow.end_transfer(number, fault)])
+        self.scheduler.check_integrity()
+        return lost
 
     def run(self, max_steps: int = 5000) -> list[Request]:
         """Step until nothing is left; returns the finished requests in order of finishing."""
@@ -100,7 +176,10 @@ class Harness:
                 break
             self.step()
         assert not self.scheduler.has_unfinished, f"unfinished after {max_steps} steps"
+        for number in list(self.shadow.transfers):  # of requests that ended meanwhile
+            self.end_transfer(number)
         assert self.scheduler.memory.device.num_held == 0
+        assert self.scheduler.memory.disk.num_held == 0
         assert self.scheduler.memory.swap.num_held == 0
         return self.finished
 
@@ -110,30 +189,43 @@ class Harness:
             self.scheduler.requests.values(), key=self.scheduler.policy.urgency, default=None
         )
 
-    def check_plan(self, plan: StepPlan, oldest: Request | None, newcomer: Request | None) -> None:
+    def check_plan(
+        self,
+        plan: StepPlan,
+        oldest: Request | None,
+        newcomer: Request | None,
+        ranks: dict[Request, int],
+    ) -> None:
         """What the design promises of every step under the default policy.
 
         ``oldest`` was the most urgent of all and ``newcomer`` the most urgent waiting request
-        when the step began.
+        when the step began; ``ranks`` are those of then.
         """
         scheduler = self.scheduler
         assert plan.num_tokens <= self.config.max_num_batched_tokens
+        assert not scheduler.is_resizing, "a step is enough for another size"
         held = sum(request.num_live_seqs for request in scheduler.running)
         assert held <= self.config.max_num_seqs
-        assert plan.scheduled or not scheduler.requests, "work is there, and nothing is scheduled"
+        waits_for_disk = scheduler.tiers.num_transfers
+        assert plan.scheduled or not scheduler.requests or waits_for_disk, (
+            "work is there, and nothing is scheduled"
+        )
         if self.config.policy not in ("swapped-first", "recompute-only"):
             return
+        preempted = [victim for victim, _ in plan.preempted]
         for request in plan.admitted:
             for parked in scheduler.swapped:
-                assert request.priority < parked.priority, "admitted over parked work"
+                assert request.claim < parked.rank, "admitted over parked work"
             for other in scheduler.waiting:
-                assert scheduler.policy.urgency(request) < scheduler.policy.urgency(other)
+                urgency = scheduler.policy.urgency
+                # A victim comes to the queue only in this step, maybe to its very front.
+                assert urgency(request) < urgency(other) or other in preempted
         for request in plan.resumed:
-            assert newcomer is None or request.priority <= newcomer.priority, "resumed over urgent"
-        for victim, _ in plan.preempted:
+            assert newcomer is None or request.rank <= newcomer.claim, "resumed over urgent"
+        for victim in preempted:
             assert victim is not oldest, "the oldest of the most urgent class is never a victim"
             for request in plan.resumed:
-                assert request.priority < victim.priority, "ping-pong"
+                assert request.rank < ranks[victim], "ping-pong"
         for item in plan.scheduled:
             assert item.sequence.request in scheduler.running
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from contextlib import suppress
 from dataclasses import asdict
@@ -16,7 +17,7 @@ TOKEN = 7
 
 
 def run(seed: int, *, skipping: bool, policy: str, mode: str, caching: bool) -> tuple[object, int]:
-    """Random traffic, arrivals by step number; what happened when, and the calls it took."""
+    """Random traffic and pool sizes, by step number; what happened when, and the calls it took."""
     rng = random.Random(seed)
     config = SchedulerConfig(
         num_blocks=rng.choice([12, 30, 80]),
@@ -28,6 +29,11 @@ def run(seed: int, *, skipping: bool, policy: str, mode: str, caching: bool) -> 
         preemption_mode=mode,
         enable_prefix_caching=caching,
         watermark=rng.choice([0.0, 1.0]),
+        priority_aging=rng.choice([None, None, 5.0]),
+        demote_after_tokens=rng.choice([None, 4, 11]),
+        urgent_window=rng.choice([0.0, 9.0, 50.0]),
+        background_tokens=rng.choice([0, 4]),
+        preemption_threshold=rng.choice([1.0, 1.0, 0.6]),
     )
     now = 0
     scheduler = Scheduler(config, clock=lambda: float(now))
@@ -44,17 +50,22 @@ def run(seed: int, *, skipping: bool, policy: str, mode: str, caching: bool) -> 
             priority=rng.choice([0, 0, 1]),
         )
         arrivals.setdefault(step, []).append(request)
+    sizes = {rng.randrange(2 * step + 10): rng.randint(1, 60) for _ in range(rng.randint(0, 4))}
     events: list[object] = []
     calls = 0
     while arrivals or scheduler.has_unfinished:
         for request in arrivals.pop(now, []):
             with suppress(RequestTooLargeError):
                 scheduler.add_request(request)
+        if now in sizes:
+            scheduler.resize(sizes.pop(now))
         if not scheduler.has_unfinished:
             now = min(arrivals, default=now)
             continue
-        until_arrival = min(arrivals) - now if arrivals else 10**9
-        steps = min(scheduler.quiet_steps(), until_arrival) if skipping else 0
+        until_event = min([step for step in [*arrivals, *sizes] if step > now], default=10**9) - now
+        steps = min(scheduler.quiet_steps(), until_event) if skipping else 0
+        if steps:
+            steps = min(steps, math.ceil(min(scheduler.quiet_until() - now, 10**9)))
         calls += 1
         if steps:
             scheduler.skip(steps, lambda seq: TOKEN)
@@ -63,7 +74,10 @@ def run(seed: int, *, skipping: bool, policy: str, mode: str, caching: bool) -> 
             plan = scheduler.schedule()
             events += [(now, "out", r.request_id, mode) for r, mode in plan.preempted]
             events += [(now, "in", r.request_id) for r in plan.resumed + plan.admitted]
+            events += [(now, "class", c.request.request_id, c.after) for c in plan.class_changes]
             events += [(now, len(plan.swap_out), len(plan.swap_in), len(plan.copy))]
+            if plan.num_blocks is not None:
+                events.append((now, "size", plan.num_blocks))
             for request in scheduler.update(plan, [TOKEN] * plan.num_samples):
                 lengths = [len(seq.tokens) for seq in request.sequences]
                 events.append((now, "end", request.request_id, lengths))

@@ -75,6 +75,7 @@ def make_engine(
     max_queue: int | None = None,
     max_model_len: int = 1024,
     tokenizer: ByteTokenizer | None = None,
+    **engine_options: Any,
 ) -> AsyncEngine:
     """An engine over bytes; not started."""
     config = SchedulerConfig(
@@ -94,6 +95,7 @@ def make_engine(
             ToyChatTemplate(),
             model_name=MODEL,
             max_model_len=max_model_len,
+            **engine_options,
         )
     )
 

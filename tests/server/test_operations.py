@@ -94,7 +94,7 @@ def test_health_says_why_the_engine_takes_no_work() -> None:
     async def run() -> None:
         engine = make_engine()
         async with in_process(engine) as client:
-            assert (await client.get("/health")).json() == {"status": "ok"}
+            assert (await client.get("/health")).json() == {"status": "ok", "pressure": "ok"}
             engine.begin_drain()
             health = await client.get("/health")
             assert health.status_code == 503
@@ -238,7 +238,7 @@ def test_the_openapi_description_is_complete() -> None:
     for path, methods in description["paths"].items():
         for method, operation in methods.items():
             assert operation["description"], path
-            assert ("400" in operation["responses"]) == (method == "post"), path
+            assert ("400" in operation["responses"]) == (method in ("post", "patch")), path
     for name in ("ChatCompletion", "Completion", "Tokenize", "Detokenize"):
         fields = description["components"]["schemas"][f"{name}Request"]["properties"]
         assert all(field["description"] for field in fields.values()), fields

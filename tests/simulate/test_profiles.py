@@ -233,3 +233,11 @@ def test_the_faster_gpu_is_faster_at_everything() -> None:
             assert decode_s(fast, num_decodes, 500) < decode_s(slow, num_decodes, 500)
         assert prefill_s(fast, 512) < prefill_s(slow, 512)
         assert fast.cost.swap_in.seconds(100) < slow.cost.swap_in.seconds(100)
+
+
+def test_a_file_from_before_disks_were_measured_is_read(tmp_path: Path) -> None:
+    data = json.loads(json.dumps(PROFILE.as_dict()))
+    del data["cost"]["demote"], data["cost"]["promote"]
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps(data))
+    assert load_profile(path).cost.demote is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -180,6 +181,189 @@ def test_behind_an_error_of_the_scheduler_nothing_is_checked(
     assert report.broken == "KeyError"
     assert report.check is not None
     assert report.check.difference is None
+
+
+# --- what is done to a running engine ---
+
+
+def resize(harness: RecordedHarness, rng: random.Random) -> None:
+    if rng.random() < 0.05:
+        harness.engine.resize_kv_pool(rng.randint(6, 40))
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 10**9), max_bytes=st.sampled_from([600, 2**20]))
+def test_a_pool_that_changes_its_size_is_replayed(seed: int, max_bytes: int) -> None:
+    """A file that begins in an idle moment knows the size of then."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recording, "KEPT_FILES", 1000)
+        path = Path(folder) / "r"
+        record(path, seed, requests=10, meddling=resize, max_bytes=max_bytes)
+        older = len(list(Path(folder).iterdir())) - 1
+        files = [*(Path(f"{path}.{i}") for i in range(older, 0, -1)), path]
+        assert checked(*files).difference is None
+        for file in files:
+            if "gap" not in [row["e"] for row in rows_of(file)]:
+                assert checked(file).difference is None
+
+
+def reclass(harness: RecordedHarness, rng: random.Random) -> None:
+    names = list(harness.scheduler.requests)
+    if names and rng.random() < 0.1:
+        harness.engine.set_priority(rng.choice(names), rng.randint(-2, 2))
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    seed=st.integers(0, 10**9),
+    priority_aging=st.sampled_from([None, 0.5, 5.0]),
+    demote_after_tokens=st.sampled_from([None, 1, 7]),
+    max_bytes=st.sampled_from([600, 2**20]),
+)
+def test_classes_that_change_are_replayed(
+    seed: int, priority_aging: float | None, demote_after_tokens: int | None, max_bytes: int
+) -> None:
+    """By hand, by waiting and by running long."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recording, "KEPT_FILES", 1000)
+        path = Path(folder) / "r"
+        record(
+            path,
+            seed,
+            requests=10,
+            meddling=reclass,
+            max_bytes=max_bytes,
+            priority_aging=priority_aging,
+            demote_after_tokens=demote_after_tokens,
+        )
+        older = len(list(Path(folder).iterdir())) - 1
+        files = [*(Path(f"{path}.{i}") for i in range(older, 0, -1)), path]
+        assert checked(*files).difference is None
+
+
+def test_another_class_is_another_life(tmp_path: Path) -> None:
+    options = {"priority_aging": 2.0, "demote_after_tokens": 5}
+    harness = record(tmp_path / "r", meddling=reclass, **PRESSURE, **options)
+    report = replay_recording([tmp_path / "r"], check=True)
+    assert report.check is not None
+    assert report.check.difference is None
+    metrics = harness.scheduler.metrics
+    assert min(report.summary.reclassed, metrics.promotions, metrics.demotions) > 3
+    rows = rows_of(tmp_path / "r")
+    changed = [row for row in rows if row["e"] == "class"]
+    changed[len(changed) // 2]["pr"] = 9
+    assert checked(write(tmp_path / "lie", rows)).difference is not None
+
+
+def test_another_size_is_another_life(tmp_path: Path) -> None:
+    record(tmp_path / "r", meddling=resize, **PRESSURE)
+    report = replay_recording([tmp_path / "r"], check=True)
+    assert report.check is not None
+    assert report.check.difference is None
+    assert report.summary.resized > 3
+    rows = rows_of(tmp_path / "r")
+    assert any(row.get("rl") for row in rows)
+    sizes = [row for row in rows if row["e"] == "size"]
+    sizes[len(sizes) // 2]["size"] += 1
+    assert checked(write(tmp_path / "lie", rows)).difference is not None
+
+
+ON_DISK: dict[str, Any] = {
+    "num_blocks": 40, "num_swap_blocks": 28, "num_disk_blocks": 120, "max_num_seqs": 16,
+    "max_num_batched_tokens": 32, "max_queue": 30, "watermark": 0.0,
+}  # fmt: skip
+"""So much is parked that RAM has no room for it."""
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    seed=st.integers(0, 10**9),
+    num_swap_blocks=st.sampled_from([14, 28]),
+    num_disk_blocks=st.sampled_from([30, 120]),
+    priority_aging=st.sampled_from([None, 2.0]),
+    max_bytes=st.sampled_from([600, 2**20]),
+)
+def test_parked_work_on_disk_is_replayed(
+    seed: int,
+    num_swap_blocks: int,
+    num_disk_blocks: int,
+    priority_aging: float | None,
+    max_bytes: int,
+) -> None:
+    """The ends of transfers come from outside; what is made of them is decided again."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recording, "KEPT_FILES", 1000)
+        path = Path(folder) / "r"
+        record(
+            path,
+            seed,
+            requests=30,
+            meddling=break_the_disk,
+            max_bytes=max_bytes,
+            **ON_DISK | {"num_swap_blocks": num_swap_blocks, "num_disk_blocks": num_disk_blocks},
+            priority_aging=priority_aging,
+        )
+        older = len(list(Path(folder).iterdir())) - 1
+        files = [*(Path(f"{path}.{i}") for i in range(older, 0, -1)), path]
+        assert checked(*files).difference is None
+        for file in files:
+            if "gap" not in [row["e"] for row in rows_of(file)]:
+                assert checked(file).difference is None
+
+
+def break_the_disk(harness: RecordedHarness, rng: random.Random) -> None:
+    """Some transfers fail, and sometimes parked work is lost without one; classes change, so that
+    much is parked."""
+    for _ in range(3):
+        reclass(harness, rng)
+    if rng.random() < 0.1:
+        number = harness.scheduler.tiers.num_begun + 1
+        harness.executor.failing_transfers[number] = rng.choice(["eio", "checksum"])
+    parked = [request.request_id for request in harness.scheduler.swapped]
+    if parked and rng.random() < 0.02:
+        assert harness.scheduler.lose_kv(rng.choice(parked))
+
+
+def test_another_end_of_a_transfer_is_another_life(tmp_path: Path) -> None:
+    harness = record(tmp_path / "r", 7, requests=60, meddling=break_the_disk, **ON_DISK)
+    report = replay_recording([tmp_path / "r"], check=True)
+    assert report.check is not None
+    assert report.check.difference is None
+    summary, metrics = report.summary, harness.scheduler.metrics
+    assert summary.lost == metrics.kv_losses > 0
+    assert summary.demoted_blocks >= metrics.demoted_blocks > 0
+    assert summary.promoted_blocks >= metrics.promoted_blocks > 0
+    assert summary.swapped_s == pytest.approx(metrics.swapped_s_total)
+    rows = rows_of(tmp_path / "r")
+    failed = [row for row in rows if row["e"] == "moved" and row.get("lost")]
+    del failed[0]["faults"]
+    assert checked(write(tmp_path / "lie", rows)).difference is not None
+
+
+def test_what_an_earlier_process_began_goes_on_in_a_replay(tmp_path: Path) -> None:
+    """One of two samples has ended, and the queue, which is full, is not asked."""
+    harness = RecordedHarness(tmp_path / "r", block_size=4, num_blocks=20, max_queue=0)
+    for _ in range(harness.scheduler.config.max_num_seqs):
+        harness.engine.add_request("x" * 9, SamplingParams(max_tokens=20))
+    prepared = harness.engine.prepare_again(
+        list(b"tell me more"),
+        SamplingParams(n=2, max_tokens=12, seed=1),
+        priority=-1,
+        cache_salt="",
+        age_s=3.5,
+        outputs=[(list(b"abcdefg"), None), (list(b"ab"), "stop")],
+    )
+    harness.engine.submit(prepared)
+    harness.run()
+    harness.close()
+    assert checked(tmp_path / "r").difference is None
+    rows = rows_of(tmp_path / "r")
+    [row] = [row for row in rows if row.get("again")]
+    assert (row["o"], row["reasons"]) == ([7, 2], ["", "stop"])
+    [traced] = [r for r in read_trace(tmp_path / "r").requests if r.priority == -1]
+    assert traced.num_prompt_tokens == 12 + 4  # as many as it had on average
+    row["o"] = [6, 2]
+    assert checked(write(tmp_path / "lie", rows)).difference is not None
 
 
 # --- lies ---

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -46,7 +46,7 @@ def test_none_is_as_good_as_not_named(a100: Profile) -> None:
 
 def test_every_setting_of_the_scheduler_can_be_told(a100: Profile) -> None:
     """A setting that the scheduler gains and a simulation cannot be told."""
-    renamed = {"policy": "scheduling_policy"}
+    renamed = {"policy": "scheduling_policy", "num_disk_blocks": "swap_disk_gib"}
     for setting in fields(SchedulerConfig):
         assert renamed.get(setting.name, setting.name) in SCHEDULER_OPTIONS
     assert set(SCHEDULER_OPTIONS) <= {option.name for option in fields(EngineConfig)}
@@ -108,3 +108,12 @@ def test_larger_blocks_leave_pools_as_large_as_they_were(a100: Profile) -> None:
     assert profile.cost.swap_in.fixed_s == a100.cost.swap_in.fixed_s
     assert profile.cost.rows_s == a100.cost.rows_s
     assert with_block_size(profile, 64) is profile
+
+
+def test_a_disk_must_be_known_to_the_profile(a100: Profile) -> None:
+    config = scheduler_config(a100, swap_disk_gib=2)
+    assert config.num_disk_blocks == 2 * GIB // a100.block_bytes
+    unknown = replace(a100, cost=replace(a100.cost, demote=None, promote=None))
+    assert scheduler_config(unknown).num_disk_blocks == 0
+    with pytest.raises(ConfigError, match="does not tell how fast a disk is"):
+        scheduler_config(unknown, swap_disk_gib=2)

@@ -147,6 +147,9 @@ CONFIGS = st.fixed_dictionaries(
         "max_num_seqs": st.sampled_from([3, 8]),
         "enable_prefix_caching": st.booleans(),
         "watermark": st.sampled_from([0.0, 1.0]),
+        "urgent_window": st.sampled_from([0.0, 2.0, 30.0]),
+        "background_tokens": st.sampled_from([0, 8]),
+        "preemption_threshold": st.sampled_from([1.0, 1.0, 0.7]),
         "max_queue": st.sampled_from([None, 2]),
     }
 )
@@ -313,7 +316,9 @@ def test_a_swap_moves_the_blocks_and_takes_its_time() -> None:
     their fifth position on, and the step that stores a ninth finds no fifth block.
     """
     cost = replace(FLAT, swap_out=MoveCost(10.0, 1.0), swap_in=MoveCost(20.0, 2.0))
-    simulation, log = run(trace_of((0.0, 4, 9), (0.0, 4, 9)), cost, num_blocks=4)
+    simulation, log = run(
+        trace_of((0.0, 4, 9), (0.0, 4, 9)), cost, num_blocks=4, preemption_mode="swap"
+    )
     first, second = log.records()
     # Step 1 prefills both, steps 2 to 5 store positions 4 to 7 (tokens 2 to 5); step 6 wants the
     # ninth position: the second leaves with its two blocks. The first has 9 tokens after step 9.
@@ -406,7 +411,7 @@ def test_blocks_of_another_size_cost_what_their_tokens_do() -> None:
     trace = trace_of((0.0, 8, 17), (0.0, 8, 17))
     seconds, moved = [], []
     for size in (4, 8):
-        changed = config(num_blocks=32 // size, block_size=size)
+        changed = config(num_blocks=32 // size, block_size=size, preemption_mode="swap")
         report = simulate(trace, profile(cost), changed)
         seconds.append(report.simulated_s)
         moved.append((report.moves[0].out_blocks, report.moves[0].out_bytes))

@@ -33,7 +33,7 @@ bench = typer.Typer(
 
 # Here, --seed is the load's; requests given all at once are never too many for the queue.
 @bench.command()
-@takes(engine=engine_flags(without=("seed",), max_queue=None))
+@takes(engine=engine_flags(without=("seed",), max_queue=None, shed_load=False))
 def offline(
     *,
     num_prompts: Annotated[

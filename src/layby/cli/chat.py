@@ -28,7 +28,7 @@ _COMMANDS = "/reset forgets the conversation, /exit or Ctrl-D leaves"
     sampling=sampling_flags(
         without=("n", "logprobs", "prompt_logprobs"), max_tokens=None, temperature=0.7
     ),
-    engine=engine_flags(model_argument=True, without=("seed",)),
+    engine=engine_flags(model_argument=True, without=("seed",), shed_load=False),
 )
 def chat(
     *,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # Here, --seed is the request's own; prompts given all at once are never too many for the queue.
 @takes(
     sampling=sampling_flags(max_tokens=256),
-    engine=engine_flags(without=("seed",), max_queue=None),
+    engine=engine_flags(without=("seed",), max_queue=None, shed_load=False),
 )
 def generate(
     *,

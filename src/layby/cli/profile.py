@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from layby.simulate.profiles import Profile
 
 
-@takes(engine=engine_flags(model_argument=True))
+@takes(engine=engine_flags(model_argument=True, shed_load=False))
 def profile(
     *,
     out: Annotated[
@@ -73,6 +73,8 @@ def show_profile(profile: Profile, console: Console) -> None:
         ("swap out", _move(cost.swap_out)),
         ("swap in", _move(cost.swap_in)),
         ("copy", _move(cost.copy)),
+        ("RAM to disk", _move(cost.demote)),
+        ("disk to RAM", _move(cost.promote)),
     ):
         about.add_row(label, fact)
     console.print(about)
@@ -100,5 +102,7 @@ def show_profile(profile: Profile, console: Console) -> None:
     console.print(errors)
 
 
-def _move(cost: MoveCost) -> str:
+def _move(cost: MoveCost | None) -> str:
+    if cost is None:
+        return "not measured: no --swap-dir"
     return f"{cost.fixed_s * 1e6:.1f} µs + {cost.block_s * 1e6:.2f} µs per block"

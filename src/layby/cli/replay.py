@@ -82,7 +82,11 @@ def show_report(report: ReplayReport, console: Console) -> None:
         ("preempted by swap", f"{summary.preempted_swap}"),
         ("preempted by recompute", f"{summary.preempted_recompute}"),
         ("blocks swapped out, in", f"{summary.swapped_out_blocks}, {summary.swapped_in_blocks}"),
+        ("blocks to disk, back", f"{summary.demoted_blocks}, {summary.promoted_blocks}"),
+        ("parked work lost", f"{summary.lost}"),
         ("time parked", f"{summary.swapped_s:.2f} s, all requests together"),
+        ("put into another class", f"{summary.reclassed}"),
+        ("pool resized", counted(summary.resized, "time")),
     ):
         table.add_row(label, fact)
     console.print(table)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -9,6 +10,7 @@ import typer
 from layby.cli.flags import engine_flags, takes
 from layby.cli.terminal import log_to_stderr
 from layby.engine import EngineConfig
+from layby.engine.config import DEFAULT_KEEP_S
 
 
 @takes(engine=engine_flags(model_argument=True))
@@ -32,6 +34,15 @@ def serve(
             help="Key that clients must bring; may be repeated.",
         ),
     ] = None,
+    admin_api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="LAYBY_ADMIN_API_KEY",
+            show_envvar=True,
+            show_default="none, there are no /admin/ paths",
+            help="Key that opens the paths under /admin/.",
+        ),
+    ] = None,
     drain_timeout: Annotated[
         float,
         typer.Option(
@@ -39,6 +50,23 @@ def serve(
             help="How long accepted requests may go on after SIGTERM or Ctrl-C. (seconds)",
         ),
     ] = 30.0,
+    state_dir: Annotated[
+        Path | None,
+        typer.Option(
+            show_default="none, requests end with the process",
+            help="Directory in which accepted requests are written down: the next start finishes "
+            "what this one does not, and clients come back for the answers by request id.",
+        ),
+    ] = None,
+    keep_results: Annotated[
+        float,
+        typer.Option(
+            min=0, help="How long answers are kept there for clients who come back. (seconds)"
+        ),
+    ] = DEFAULT_KEEP_S,
+    isolate_prefix_cache: Annotated[
+        bool, typer.Option(help="Share cached prefixes only between calls with the same API key.")
+    ] = False,
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
         typer.Option(help="Least important messages to log."),
@@ -52,4 +80,14 @@ def serve(
     from layby.server import serve as run_server
 
     log_to_stderr(log_level, dated=True)
-    run_server(engine, host=host, port=port, api_key=api_key or None, drain_timeout_s=drain_timeout)
+    run_server(
+        engine,
+        host=host,
+        port=port,
+        api_key=api_key or None,
+        admin_api_key=admin_api_key,
+        drain_timeout_s=drain_timeout,
+        state_dir=state_dir,
+        keep_results_s=keep_results,
+        isolate_prefix_cache=isolate_prefix_cache,
+    )

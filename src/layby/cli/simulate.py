@@ -28,6 +28,7 @@ _OF_PROFILE = {
     "block_size": "that of the profile, in which blocks cost what their tokens do",
     "num_blocks": "the profile's",
     "swap_gib": "the profile's; the RAM is not limited",
+    "swap_disk_gib": "no disk",
     "max_model_len": "the profile's",
     "max_num_seqs": "the profile's",
     "max_num_batched_tokens": "the profile's",

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from layby.engine.config import EngineConfig
     from layby.engine.engine import Engine, PreparedRequest
     from layby.engine.interfaces import ChatTemplate, Tokenizer
+    from layby.engine.kv_pool import KVPoolSize
     from layby.engine.llm import LLM
     from layby.engine.metrics import EngineStats
     from layby.engine.outputs import CompletionDelta, CompletionOutput, RequestDelta, RequestOutput
@@ -22,6 +23,7 @@ _HOMES = {
     "layby.engine.config": ("EngineConfig",),
     "layby.engine.engine": ("Engine", "PreparedRequest"),
     "layby.engine.interfaces": ("ChatTemplate", "Tokenizer"),
+    "layby.engine.kv_pool": ("KVPoolSize",),
     "layby.engine.llm": ("LLM",),
     "layby.engine.metrics": ("EngineStats",),
     "layby.engine.outputs": (
@@ -41,6 +43,7 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "EngineStats",
+    "KVPoolSize",
     "LLM",
     "PreparedRequest",
     "RequestDelta",

@@ -1,8 +1,8 @@
 """The engine for asyncio: its loop runs in a thread, every request is an async iterator.
 
 Two threads meet here. The engine's thread alone touches the engine; it takes commands (submit,
-abort, end) between two steps and sleeps when there is nothing to do. The event loop's thread alone
-touches the streams; it gets everything that a step brought in one call.
+abort, end and others) between two steps and sleeps when there is nothing to do. The event loop's
+thread alone touches the streams; it gets everything that a step brought in one call.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from layby.engine.config import EngineConfig
-from layby.engine.engine import Engine, PreparedRequest
+from layby.engine.engine import Engine, PreparedRequest, check_priority
 from layby.engine.interfaces import ChatTemplate, Tokenizer
+from layby.engine.kv_pool import KVPoolSize
 from layby.engine.metrics import EngineStats
 from layby.engine.outputs import CompletionDelta, RequestDelta
 from layby.engine.workers import Workers
@@ -153,6 +154,17 @@ class _Abort:
     stream: RequestStream
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """Call this between two steps; ``answer`` gets the outcome in the engine's thread."""
+
+    call: Callable[[Engine], Any]
+    answer: Callable[[Any, Exception | None], None]
+
+
+_Command = _Submit | _Abort | _Call
+
+
 class AsyncEngine:
     """An :class:`Engine` in a thread of its own, for any number of asyncio tasks.
 
@@ -164,7 +176,7 @@ class AsyncEngine:
         engine.defers_text = True  # streams read their deltas in the event loop's thread
         self._workers = Workers(NUM_WORKERS)
         self._wake = threading.Condition()  # guards the four below
-        self._commands: deque[_Submit | _Abort] = deque()
+        self._commands: deque[_Command] = deque()
         self._draining = False
         self._cut_off: EngineDrainingError | None = None  # end what is left, for this reason
         self._closed = False  # no command is read any more
@@ -267,7 +279,7 @@ class AsyncEngine:
             priority=priority,
             cache_salt=cache_salt,
         )
-        [stream] = await self._queue([await self.prepare_in_time(prepare, _work_of([prompt]))])
+        [stream] = await self.queue([await self.prepare_in_time(prepare, _work_of([prompt]))])
         return stream
 
     async def submit_all(
@@ -284,6 +296,21 @@ class AsyncEngine:
         Arguments and errors are those of ``submit``; with ``names_index`` the message of an error
         begins with the prompt's number.
         """
+        prepared = await self.prepare_all(
+            prompts, params, priority=priority, cache_salt=cache_salt, names_index=names_index
+        )
+        return await self.queue(prepared, names_index=names_index)
+
+    async def prepare_all(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        names_index: bool = False,
+    ) -> list[PreparedRequest]:
+        """The first half of ``submit_all``: every check that needs no look at the queues."""
         self._check_open()
 
         def prepare() -> list[PreparedRequest]:
@@ -297,8 +324,7 @@ class AsyncEngine:
                     )
             return prepared
 
-        prepared = await self.prepare_in_time(prepare, _work_of(prompts))
-        return await self._queue(prepared, names_index=names_index)
+        return await self.prepare_in_time(prepare, _work_of(prompts))
 
     async def prepare_in_time(self, call: Callable[[], T], work: int) -> T:
         """Call it, in a thread if there is so much work that the event loop would notice.
@@ -331,7 +357,70 @@ class AsyncEngine:
         finally:
             stream.close()
 
+    async def set_priority(self, request_id: str, priority: int) -> bool:
+        """Put a live request into another class, in whichever queue it is.
+
+        When this returns, the engine's next step knows.
+
+        Args:
+            request_id: Whose.
+            priority: Its class; a smaller number is more urgent.
+
+        Returns:
+            Whether there is such a request; it may just have ended.
+
+        Raises:
+            InvalidRequestError: ``priority`` is no integer.
+        """
+        return await self.set_priorities([request_id], priority) > 0
+
+    async def set_priorities(self, request_ids: Sequence[str], priority: int) -> int:
+        """The same for several requests, before one and the same step; how many were live."""
+        check_priority(priority)
+
+        def change(engine: Engine) -> int:
+            return sum(engine.set_priority(request_id, priority) for request_id in request_ids)
+
+        try:
+            return await self._in_between(change)
+        except EngineUnavailableError:
+            return 0  # with the engine its requests have ended
+
+    async def queue(
+        self, prepared: list[PreparedRequest], *, names_index: bool = False
+    ) -> list[RequestStream]:
+        """Queue prepared requests, or none of them if one is refused; the rest of ``submit_all``.
+
+        They are handed over in one command: the engine obeys only between two steps.
+        """
+        loop = asyncio.get_running_loop()
+        streams = [RequestStream(self, one, loop) for one in prepared]
+        done = loop.create_future()
+        self._command(_Submit(prepared, streams, names_index, loop, done))
+        try:
+            await done
+        except asyncio.CancelledError:
+            for stream in streams:
+                stream.close()  # it may have been queued already
+            raise
+        return streams
+
     # --- checks, safe in any thread ---
+
+    def prepare_again(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int,
+        cache_salt: str,
+        age_s: float,
+        outputs: Sequence[tuple[list[int], str | None]] = (),
+    ) -> PreparedRequest:
+        """As :meth:`Engine.prepare_again`."""
+        return self._engine.prepare_again(
+            prompt, params, priority=priority, cache_salt=cache_salt, age_s=age_s, outputs=outputs
+        )
 
     def encode(
         self, text: str, add_special_tokens: bool = True, *, param: str = "prompt"
@@ -342,6 +431,40 @@ class AsyncEngine:
     def check_chars(self, num_chars: int, param: str) -> None:
         """As :meth:`Engine.check_chars`."""
         self._engine.check_chars(num_chars, param)
+
+    # --- the pool's size ---
+
+    async def resize_kv_pool(self, num_blocks: int) -> KVPoolSize:
+        """As :meth:`Engine.resize_kv_pool`; waits for the step that makes it so.
+
+        Returns:
+            The size after that step. It is above the target while a request that was accepted
+            may come to need more; ``note`` says so.
+
+        Raises:
+            InvalidRequestError: There can be no pool of this size.
+            EngineDeadError, EngineUnavailableError: There is no engine to do it.
+        """
+        await self._in_between(lambda engine: engine.resize_kv_pool(num_blocks))
+        return await self._in_between(Engine.kv_pool_size)  # a busy engine takes a step meanwhile
+
+    def wish_kv_pool(self, num_blocks: int) -> None:
+        """The same from any thread, without waiting: for who watches the machine's memory.
+
+        What cannot be had is logged.
+        """
+
+        def report(_size: Any, error: Exception | None) -> None:
+            if error is not None:
+                logger.warning("the KV pool cannot be resized to %s blocks: %s", num_blocks, error)
+
+        call = _Call(lambda engine: engine.resize_kv_pool(num_blocks), report)
+        if not self._command(call):
+            report(None, EngineUnavailableError("the engine does not run"))
+
+    def kv_pool_size(self) -> KVPoolSize:
+        """Size of the device pool as of the engine's last step."""
+        return self._engine.kv_pool_size()
 
     # --- state ---
 
@@ -364,6 +487,11 @@ class AsyncEngine:
     def model_name(self) -> str:
         """Name of the model."""
         return self._engine.model_name
+
+    @property
+    def identity(self) -> Mapping[str, str]:
+        """Everything that the tokens of a request depend on beside the request, by name."""
+        return self._engine.identity
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -414,35 +542,37 @@ class AsyncEngine:
         if self._thread is None:
             raise EngineUnavailableError("the engine has not been started")
 
-    async def _queue(
-        self, prepared: list[PreparedRequest], *, names_index: bool = False
-    ) -> list[RequestStream]:
-        """Hand requests over, in one command: the engine obeys only between two steps."""
-        loop = asyncio.get_running_loop()
-        streams = [RequestStream(self, one, loop) for one in prepared]
-        done = loop.create_future()
-        self._command(_Submit(prepared, streams, names_index, loop, done))
-        try:
-            await done
-        except asyncio.CancelledError:
-            for stream in streams:
-                stream.close()  # it may have been queued already
-            raise
-        return streams
-
-    def _command(self, command: _Submit | _Abort) -> None:
-        """Leave a command for the engine's thread.
+    async def _in_between(self, call: Callable[[Engine], T]) -> T:
+        """Call something in the engine's thread, between two steps.
 
         Raises:
-            EngineUnavailableError: It is a submission, and nobody reads it any more.
+            EngineUnavailableError: There is no such thread (any more).
+            Exception: Whatever the call raises.
+        """
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[T] = loop.create_future()
+
+        def answer(value: Any, error: Exception | None) -> None:
+            self._post(loop, partial(_resolve, done, error, value))
+
+        if not self._command(_Call(call, answer)):
+            raise EngineUnavailableError("the engine does not run")
+        return await done
+
+    def _command(self, command: _Command) -> bool:
+        """Leave a command for the engine's thread; False if nobody reads it any more.
+
+        Raises:
+            EngineUnavailableError: It is a submission, and the engine takes none.
         """
         with self._wake:
             if isinstance(command, _Submit):
                 self._check_open()
-            elif self._closed:
-                return
+            elif self._closed or self._thread is None:
+                return False
             self._commands.append(command)
             self._wake.notify()
+        return True
 
     def _end_unfinished(self, limit_s: float) -> None:
         with self._wake:
@@ -479,6 +609,8 @@ class AsyncEngine:
         for command in commands:
             if isinstance(command, _Submit):
                 self._submit(command)
+            elif isinstance(command, _Call):
+                self._call(command)
             elif self._streams.get(command.stream.request_id) is command.stream:
                 self._abort(command.stream.request_id)
         if cut_off is not None:
@@ -503,6 +635,16 @@ class AsyncEngine:
         else:
             self._streams.update((stream.request_id, stream) for stream in command.streams)
         self._post(command.loop, partial(_resolve, command.done, error))
+
+    def _call(self, command: _Call) -> None:
+        value, error = None, None
+        try:
+            value = command.call(self._engine)
+        except Exception as fault:
+            if not isinstance(fault, LaybyError):
+                logger.exception("a call between two steps failed")
+            error = fault
+        command.answer(value, error)
 
     def _abort(self, request_id: str, error: LaybyError | None = None) -> None:
         delta = self._engine.abort(request_id, error)
@@ -542,6 +684,8 @@ class AsyncEngine:
         for command in commands:
             if isinstance(command, _Submit):
                 self._post(command.loop, partial(_resolve, command.done, error))
+            elif isinstance(command, _Call):
+                command.answer(None, error)
         streams, self._streams = self._streams, {}
         for stream in streams.values():  # none, unless the loop itself failed
             self._post(stream.loop, partial(stream._force_end, "error", error))
@@ -555,11 +699,11 @@ def _work_of(prompts: Sequence[str | Sequence[int]]) -> int:
     )
 
 
-def _resolve(done: asyncio.Future[None], error: Exception | None) -> None:
+def _resolve(done: asyncio.Future[Any], error: Exception | None, value: Any = None) -> None:
     if done.done():  # the submitter was cancelled meanwhile
         return
     if error is None:
-        done.set_result(None)
+        done.set_result(value)
     else:
         done.set_exception(error)
 

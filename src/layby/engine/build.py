@@ -35,9 +35,13 @@ def build_engine(config: EngineConfig, *, allow_download: bool = True) -> Engine
 
     from layby import kernels
     from layby.execution import TorchExecutor, resolve_device
+    from layby.execution.faults import VARIABLE, Faults
     from layby.models import load
     from layby.models.networks import build_network, resolve_dtype
 
+    faults = Faults.from_environment()
+    if faults:
+        logger.warning("%s is set: faults are injected on purpose", VARIABLE)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
         if kernels.available():
@@ -67,16 +71,26 @@ def build_engine(config: EngineConfig, *, allow_download: bool = True) -> Engine
         block_size=resolved.block_size,
         num_blocks=resolved.num_blocks,
         num_swap_blocks=resolved.num_swap_blocks,
+        num_disk_blocks=resolved.num_disk_blocks,
+        swap_dir=None if config.swap_dir is None else os.fspath(config.swap_dir),
+        faults=faults,
     )
+
+    def most_blocks() -> int:
+        free = torch.cuda.mem_get_info(device)[0] if on_cuda else available_host_bytes()
+        return executor.cache.most_blocks(free)
+
     max_model_len = resolved.max_model_len or geometry.context_length
     logger.info(
-        "%s in %s: KV cache %s (%.2f GiB), swap %s (%.2f GiB), context %s",
+        "%s in %s: KV cache %s (%.2f GiB), swap %s (%.2f GiB), on disk %s (%.2f GiB), context %s",
         model.name,
         network.name,
         counted(resolved.num_blocks, "block"),
         resolved.num_blocks * block_bytes / GIB,
         counted(resolved.num_swap_blocks, "block"),
         resolved.num_swap_blocks * block_bytes / GIB,
+        counted(resolved.num_disk_blocks, "block"),
+        resolved.num_disk_blocks * block_bytes / GIB,
         counted(max_model_len, "token"),
     )
     recorder: Recorder | None = None
@@ -101,5 +115,14 @@ def build_engine(config: EngineConfig, *, allow_download: bool = True) -> Engine
         seed=config.seed,
         device=str(device),
         dtype=dtype,
+        identity={
+            "model": model.name,
+            "fingerprint": model.fingerprint,
+            "dtype": dtype,
+            "kv_cache_dtype": dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+            "block_size": str(resolved.block_size),
+        },
         recorder=recorder,
+        shed_load=config.shed_load,
+        most_blocks=most_blocks,
     )

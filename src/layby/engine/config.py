@@ -26,8 +26,14 @@ CUDA_POOL_SHARE = 0.8
 DEFAULT_SWAP_GIB = 4.0
 """Size of the swap pool where none is asked for and the RAM allows it."""
 
+DEFAULT_SWAP_DISK_GIB = 16.0
+"""Size of the swap file where there is to be one."""
+
 SWAP_POOL_SHARE = 0.5
 """Most that a swap pool sized in GiB takes of the RAM that the device pool leaves."""
+
+DEFAULT_KEEP_S = 86_400.0
+"""How long a server with a state directory keeps results by default, in seconds."""
 
 
 def _option(
@@ -87,6 +93,15 @@ class EngineConfig:
     num_swap_blocks: int | None = _option(
         None, "Size of the swap pool, instead of swap_gib.", unit="blocks"
     )
+    swap_dir: str | None = _option(
+        None, "Directory in which a file for parked KV cache is made. Default: no disk is used."
+    )
+    swap_disk_gib: float | None = _option(
+        None,
+        "Disk for parked KV cache that RAM has no room for: size of the file in swap_dir, "
+        f"allocated at the start. Default: {DEFAULT_SWAP_DISK_GIB:g}.",
+        unit="GiB",
+    )
     max_model_len: int | None = _option(
         None,
         "Longest sequence, prompt and answer. Default: the model's context.",
@@ -96,7 +111,8 @@ class EngineConfig:
     max_num_batched_tokens: int = _option(512, "Most tokens one step computes.", unit="tokens")
     preemption_mode: str = _option(
         "auto",
-        "How a running request gives way; auto: swap, recompute where the swap pool is full.",
+        "How a running request gives way; auto: by whichever way costs less, as measured; "
+        "recompute where the swap pool is full.",
         choices=PREEMPTION_MODES,
     )
     scheduling_policy: str = _option(
@@ -110,10 +126,44 @@ class EngineConfig:
         "Blocks kept free for every running sequence when another comes in.",
         unit="blocks",
     )
+    urgent_window: float = _option(
+        30.0,
+        "How long less urgent newcomers leave free what more urgent classes came to need; 0: they "
+        "leave nothing.",
+        unit="seconds",
+    )
+    background_tokens: int = _option(
+        48,
+        "Most prompt tokens in a step for classes less urgent than one seen within urgent_window.",
+        unit="tokens",
+    )
+    preemption_threshold: float = _option(
+        1.0,
+        "Share of the device pool, 0 to 1, above which the least urgent running work is parked "
+        "ahead of need, while a more urgent class runs or has been seen within urgent_window.",
+    )
     max_queue: int | None = _option(
         1024,
         "Most sequences that wait, beyond those that can run; more are refused; none: no limit.",
         unit="sequences",
+    )
+    shed_load: bool = _option(
+        True,
+        "Refuse new work of the lowest class (429) while memory is saturated; docs/parking.md "
+        "says when that is.",
+    )
+    priority_aging: float | None = _option(
+        None,
+        "A request that waits or is parked rises one class for every so many seconds of it, so "
+        "that no class waits for ever; docs/parking.md has the bound. Default: waiting changes "
+        "nothing.",
+        unit="s",
+    )
+    demote_after_tokens: int | None = _option(
+        None,
+        "A request sinks one class for every so many tokens of its answer, so that long answers "
+        "give way to short ones; best with priority_aging. Default: length changes nothing.",
+        unit="tokens",
     )
     seed: int | None = _option(
         None, "Base of the seeds of requests that bring none of their own; none: from the system."
@@ -150,6 +200,17 @@ class EngineConfig:
             raise ConfigError(f"kv_cache_gib must be above 0, got {self.kv_cache_gib:g}")
         if self.swap_gib is not None and self.swap_gib < 0:
             raise ConfigError(f"swap_gib must be at least 0, got {self.swap_gib:g}")
+        if self.swap_disk_gib is not None and self.swap_disk_gib <= 0:
+            raise ConfigError(f"swap_disk_gib must be above 0, got {self.swap_disk_gib:g}")
+        if self.swap_disk_gib is not None and self.swap_dir is None:
+            raise ConfigError(
+                f"swap_disk_gib is {self.swap_disk_gib:g}, but swap_dir does not say where"
+            )
+        if self.swap_dir is not None and (self.swap_gib == 0 or self.num_swap_blocks == 0):
+            raise ConfigError(
+                "with swap_dir, swap_gib or num_swap_blocks cannot be 0: parked work reaches the "
+                "disk through RAM"
+            )
         if self.num_threads is not None and self.num_threads < 1:
             raise ConfigError(f"num_threads must be at least 1, got {self.num_threads}")
         if self.record is not None and not str(self.record):
@@ -209,8 +270,12 @@ class EngineConfig:
             )
         num_blocks = self._num_blocks(block_bytes, max_model_len, host_bytes, cuda_bytes)
         left_bytes = host_bytes - (num_blocks * block_bytes if cuda_bytes is None else 0)
+        num_swap_blocks = self._num_swap_blocks(block_bytes, left_bytes)
         return self._scheduler_config(
-            num_blocks, self._num_swap_blocks(block_bytes, left_bytes), max_model_len
+            num_blocks,
+            num_swap_blocks,
+            max_model_len,
+            num_disk_blocks=self._num_disk_blocks(block_bytes) if num_swap_blocks else 0,
         )
 
     def _num_blocks(
@@ -266,12 +331,29 @@ class EngineConfig:
             )
         return min(asked_bytes, limit_bytes) // block_bytes
 
+    def _num_disk_blocks(self, block_bytes: int) -> int:
+        if self.swap_dir is None:
+            return 0
+        gib = DEFAULT_SWAP_DISK_GIB if self.swap_disk_gib is None else self.swap_disk_gib
+        num_blocks = int(gib * GIB) // block_bytes
+        if num_blocks < 1:
+            raise ConfigError(
+                f"swap_disk_gib={gib:g} holds less than one block of KV cache "
+                f"({block_bytes / 2**20:.2f} MiB)"
+            )
+        return num_blocks
+
     def _scheduler_config(
-        self, num_blocks: int, num_swap_blocks: int, max_model_len: int | None
+        self,
+        num_blocks: int,
+        num_swap_blocks: int,
+        max_model_len: int | None,
+        num_disk_blocks: int = 0,
     ) -> SchedulerConfig:
         return SchedulerConfig(
             num_blocks=num_blocks,
             num_swap_blocks=num_swap_blocks,
+            num_disk_blocks=num_disk_blocks,
             block_size=self.block_size,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
@@ -280,7 +362,12 @@ class EngineConfig:
             policy=self.scheduling_policy,
             enable_prefix_caching=self.enable_prefix_caching,
             watermark=self.watermark,
+            urgent_window=self.urgent_window,
+            background_tokens=self.background_tokens,
+            preemption_threshold=self.preemption_threshold,
             max_queue=self.max_queue,
+            priority_aging=self.priority_aging,
+            demote_after_tokens=self.demote_after_tokens,
         )
 
 

@@ -15,16 +15,20 @@ from typing import Any
 
 from prometheus_client import Gauge
 
+from layby.engine.costs import CostMeter
 from layby.engine.detokenizer import Detokenizer, StopStrings
 from layby.engine.interfaces import ChatTemplate, Tokenizer
+from layby.engine.kv_pool import KVPoolSize, check_pool_size
 from layby.engine.metrics import BusyLog, EngineMetrics, EngineStats
 from layby.engine.outputs import CompletionDelta, RequestDelta
+from layby.engine.pressure import Load, LoadShedding, PressureGauge
 from layby.engine.recorder import Recorder
 from layby.errors import (
     EngineDeadError,
     EngineUnavailableError,
     InvalidRequestError,
     LaybyError,
+    QueueFullError,
     RequestFailedError,
     counted,
     shown,
@@ -32,7 +36,7 @@ from layby.errors import (
 from layby.execution.executor import Executor, PositionLogprobs, StepResult
 from layby.sampling_params import SamplingParams
 from layby.scheduling import Request, Scheduler
-from layby.scheduling.plan import StepPlan
+from layby.scheduling.plan import StepPlan, TransferEnd
 from layby.scheduling.request import FinishReason
 from layby.scheduling.request import Sequence as Sample
 
@@ -51,12 +55,22 @@ class PreparedRequest:
         prompt: The prompt's text, None if it came as token ids.
         params: As the caller gave them.
         stops: The stop strings of ``params``, ready to be searched for.
+        was_accepted: An earlier process accepted it: it finds a place even in a full queue.
     """
 
     request: Request
     prompt: str | None
     params: SamplingParams
     stops: StopStrings
+    was_accepted: bool = False
+
+    @property
+    def settled_params(self) -> SamplingParams:
+        """The parameters with seed and ``max_tokens`` as they were settled: the same again give
+        the same answer."""
+        payload = self.request.payload
+        assert isinstance(payload, SamplingParams)  # put there by Engine.prepare
+        return replace(payload, max_tokens=self.request.max_tokens)
 
 
 @dataclass(slots=True)
@@ -94,6 +108,10 @@ class Engine:
         max_model_len: Most tokens, prompt and output, of one sequence.
         seed: Base of the seeds of requests that bring none; None takes them from the system.
         device, dtype: What the executor computes on and in, for reports; None: not known.
+        identity: Everything that the tokens of a request depend on beside the request, by name.
+        shed_load: Refuse new work of the lowest class while memory is saturated.
+        pressure: Says when that is; one with the usual marks if None.
+        most_blocks: Gives the largest size that the device pool can have at present; None: any.
         clock: Seconds, monotonic.
         recorder: What the scheduler is recorded by, to be closed with the engine; None: it is not.
 
@@ -116,6 +134,10 @@ class Engine:
         seed: int | None = None,
         device: str | None = None,
         dtype: str | None = None,
+        identity: Mapping[str, str] | None = None,
+        shed_load: bool = False,
+        pressure: PressureGauge | None = None,
+        most_blocks: Callable[[], int] | None = None,
         clock: Callable[[], float] = time.monotonic,
         recorder: Recorder | None = None,
     ) -> None:
@@ -128,9 +150,13 @@ class Engine:
         self.max_model_len = max_model_len
         self.device = device
         self.dtype = dtype
+        self.identity = dict(identity or {"model": model_name})
         self.recorder = recorder
         self.error: EngineDeadError | None = None
         self.defers_text = False
+        self.pressure = pressure or PressureGauge()
+        self._shedding = LoadShedding(self.pressure) if shed_load else None
+        self._most_blocks = most_blocks
         self._clock = clock
         self._live: dict[str, _Live] = {}
         self._seeds = random.Random(seed) if seed is not None else random.SystemRandom()
@@ -141,8 +167,9 @@ class Engine:
         self._closed = False
         self._prompt_tokens = self._generation_tokens = self._requests_failed = 0
         self._stats = EngineStats()
-        self._metrics = EngineMetrics(model_name, self.stats)
+        self._metrics = EngineMetrics(model_name, self.stats, scheduler.metrics.swap_faults)
         self._busy_log = BusyLog(clock())
+        self._cost_meter = CostMeter()
         scheduler.metrics.on_swapped = self._metrics.observe_swapped
         if recorder is not None:
             Gauge(
@@ -175,7 +202,7 @@ class Engine:
         Raises:
             InvalidRequestError: The request can never be served; names the parameter.
             RequestTooLargeError: …because it could not fit in the KV cache even alone.
-            QueueFullError: Too many requests wait.
+            QueueFullError: Too many requests wait, or the engine is saturated.
             EngineUnavailableError: The engine is closed, or (EngineDeadError) a step failed.
         """
         return self.submit(
@@ -208,10 +235,7 @@ class Engine:
                 f"params must be SamplingParams, got {shown(params)}", param="params"
             )
         params.check_vocabulary(self.vocab_size)
-        if not isinstance(priority, int) or isinstance(priority, bool):
-            raise InvalidRequestError(
-                f"priority must be an integer, got {shown(priority)}", param="priority"
-            )
+        check_priority(priority)
         _check_text("cache_salt", cache_salt)
         if request_id is not None:
             _check_text("request_id", request_id)
@@ -240,6 +264,43 @@ class Engine:
             StopStrings(params.stop),
         )
 
+    def prepare_again(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int,
+        cache_salt: str,
+        age_s: float,
+        outputs: Sequence[tuple[list[int], str | None]] = (),
+    ) -> PreparedRequest:
+        """``prepare`` what an earlier process accepted and did not finish; safe in any thread.
+
+        Args:
+            prompt, params, priority, cache_salt: As they were, ``params`` being the
+                ``settled_params`` of then.
+            age_s: Seconds since it arrived.
+            outputs: The samples so far, if there is anything of them: for each its output tokens
+                and its finish reason.
+
+        Raises:
+            InvalidRequestError: This engine cannot serve it, or it cannot go on from there.
+        """
+        prepared = self.prepare(prompt, params, priority=priority, cache_salt=cache_salt)
+        assert prepared.request.arrival_time is not None  # set by prepare
+        prepared.request.arrival_time -= age_s
+        if outputs:
+            try:
+                prepared.request.continue_from(
+                    [
+                        (tokens, None if reason is None else FinishReason(reason))
+                        for tokens, reason in outputs
+                    ]
+                )
+            except ValueError as error:
+                raise InvalidRequestError(str(error)) from None
+        return replace(prepared, was_accepted=True)
+
     def submit(self, prepared: PreparedRequest) -> str:
         """Queue a prepared request; return its id. Raises as ``add_request``."""
         self._check_alive()
@@ -248,10 +309,16 @@ class Engine:
             raise InvalidRequestError(
                 f"a request with id {request.request_id!r} is in progress", param="request_id"
             )
+        if params.max_tokens is None:  # the pool may have shrunk since it was prepared
+            most = self.scheduler.max_output_tokens(request.num_prompt_tokens, request.n)
+            if 0 < most < request.max_tokens:
+                request.shorten(most)
         was_idle = not self._live
-        self.scheduler.add_request(request)
+        if self._shedding is not None and not prepared.was_accepted:
+            self._shed(request, self._shedding)
+        self.scheduler.add_request(request, was_accepted=prepared.was_accepted)
         assert request.arrival_time is not None  # set by prepare
-        self._live[request.request_id] = _Live(
+        live = self._live[request.request_id] = _Live(
             request,
             params,
             request.arrival_time,
@@ -261,10 +328,23 @@ class Engine:
             ],
             None if params.prompt_logprobs is None else [None] * request.num_prompt_tokens,
         )
+        if request.sequences[0].num_output_tokens:
+            _catch_up(live)
         self._publish()
         if was_idle:
             self._busy_log.restart(self._clock(), self._stats)
         return request.request_id
+
+    def _shed(self, request: Request, shedding: LoadShedding) -> None:
+        """Refuse a newcomer of the lowest class while memory is saturated."""
+        self.scheduler.check_size(request)  # who can never run is not to come again
+        live = [one.request.priority for one in self._live.values()]
+        backlog = len(self.scheduler.waiting) + len(self.scheduler.swapped)
+        try:
+            shedding.check(self._clock(), request.priority, live, backlog)
+        except QueueFullError:
+            self._publish()
+            raise
 
     @property
     def max_prompt_chars(self) -> int:
@@ -329,8 +409,12 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether there is anything to do."""
-        return bool(self._live)
+        """Whether there is anything to do: requests, a pool that is to change its size, or a
+        transfer of parked work to see the end of."""
+        if self.error is not None:
+            return bool(self._live)
+        scheduler = self.scheduler
+        return bool(self._live or scheduler.is_resizing or scheduler.tiers.num_transfers)
 
     def step(self) -> list[RequestDelta]:
         """Decide, compute, commit; return what was added to each request.
@@ -346,11 +430,15 @@ class Engine:
         self._check_alive()
         try:
             plan = self.scheduler.schedule()
-            result = StepResult([]) if plan.is_empty else self.executor.execute(plan)
+            in_transfer = self.scheduler.tiers.num_transfers
+            idle = plan.is_empty and not in_transfer
+            result = StepResult([]) if idle else self._execute(plan)
             # Failures go first: what they computed must not reach the prefix cache.
             deltas = [self._fail(name, why) for name, why in result.failures.items()]
             self.scheduler.update(plan, result.tokens)
+            self._log_classes(plan)
             deltas += self._collect(plan, result)
+            self._end_transfers(result.transfer_ends)
             self._check_progress(plan)
             self._publish()
             self._busy_log.step(self._clock(), self._stats)
@@ -361,6 +449,15 @@ class Engine:
             self.fail_all(f"a step was broken off by {type(fault).__name__}")
             raise
         return [delta for delta in deltas if delta is not None]
+
+    def _execute(self, plan: StepPlan) -> StepResult:
+        """Run the plan, and let the scheduler know what moving and computing cost."""
+        started = time.perf_counter()
+        result = self.executor.execute(plan)
+        costs = self._cost_meter.observe(plan, result, time.perf_counter() - started)
+        if costs is not None:
+            self.scheduler.set_costs(costs)
+        return result
 
     def abort(self, request_id: str, error: LaybyError | None = None) -> RequestDelta | None:
         """End a request now; its blocks are free at the next step.
@@ -379,6 +476,56 @@ class Engine:
         delta = self._end(live, FinishReason.ABORT, error)
         self._publish()
         return delta
+
+    def resize_kv_pool(self, num_blocks: int) -> KVPoolSize:
+        """Give the device pool another size, while requests run; see ``Scheduler.resize``.
+
+        An idle engine does it at once, a busy one in its next step. What is given up goes back to
+        the system.
+
+        Returns:
+            The size it has now, and the target.
+
+        Raises:
+            InvalidRequestError: There can be no pool of this size.
+            EngineUnavailableError: As ``add_request``.
+        """
+        self._check_alive()
+        device = self.scheduler.device_pool
+        grows = not isinstance(num_blocks, int) or num_blocks > device.num_blocks
+        most = self._most_blocks() if self._most_blocks is not None and grows else None
+        self.scheduler.resize(check_pool_size(num_blocks, most))
+        if not self._live and self.has_unfinished:
+            self.step()
+            self._check_alive()
+        self._publish()
+        logger.info(
+            "the KV pool is to have %s; it has %d",
+            counted(num_blocks, "block"),
+            device.num_blocks,
+        )
+        return self.kv_pool_size()
+
+    def kv_pool_size(self) -> KVPoolSize:
+        """Size of the device pool, as of ``stats``; safe in any thread."""
+        stats = self._stats
+        return KVPoolSize(stats.num_target_blocks, stats.num_blocks, stats.num_free_blocks)
+
+    def set_priority(self, request_id: str, priority: int) -> bool:
+        """Put a live request into another class, from the next step on.
+
+        Args:
+            request_id: Whose.
+            priority: Its class; a smaller number is more urgent.
+
+        Returns:
+            Whether there is such a request (it may just have ended).
+
+        Raises:
+            InvalidRequestError: ``priority`` is no integer.
+        """
+        check_priority(priority)
+        return self.scheduler.set_priority(request_id, priority)
 
     def fail_all(self, why: str) -> list[RequestDelta]:
         """Declare the engine dead; return the last delta of every live request."""
@@ -504,11 +651,33 @@ class Engine:
 
     def _check_progress(self, plan: StepPlan) -> None:
         """A scheduler that plans nothing for ever would leave its requests without an answer."""
-        self._empty_steps = self._empty_steps + 1 if plan.is_empty and self._live else 0
+        stalls = plan.is_empty and self._live and not self.scheduler.tiers.num_transfers
+        self._empty_steps = self._empty_steps + 1 if stalls else 0
         if self._empty_steps >= STALL_STEPS:
             raise RuntimeError(f"nothing was scheduled in {STALL_STEPS} steps")
 
     # --- committing a step ---
+
+    def _log_classes(self, plan: StepPlan) -> None:
+        for request, before, after, cause in plan.class_changes:
+            logger.debug(
+                "request %s (%s): class %d → %d, %s",
+                request.request_id,
+                request.status.value,
+                before,
+                after,
+                cause.value,
+            )
+
+    def _end_transfers(self, ends: Sequence[TransferEnd]) -> None:
+        """Parked work has been moved between RAM and disk, or could not be."""
+        for end in ends:
+            lost = self.scheduler.transfers_ended([end])
+            if end.fault:
+                what = f"parked work could not be moved to or from disk ({end.fault})"
+                name = ", ".join(request.request_id for request in lost)
+                then = f"request {name} will be recomputed" if lost else "it stays in RAM"
+                logger.warning("%s: %s", what, then)
 
     def _collect(self, plan: StepPlan, result: StepResult) -> list[RequestDelta | None]:
         """Deltas of the requests that the plan sampled, in plan order."""
@@ -654,34 +823,79 @@ class Engine:
     def _publish(self) -> None:
         """Make the snapshot that other threads read."""
         scheduler, metrics = self.scheduler, self.scheduler.metrics
-        device, swap = scheduler.device_pool, scheduler.swap_pool
-        self._stats = EngineStats(
+        device, swap, disk = scheduler.device_pool, scheduler.swap_pool, scheduler.disk_pool
+        load = Load(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
             swapped=len(scheduler.swapped),
+            finished=metrics.requests_finished,
+            kv_usage=device.usage,
+            swap_usage=swap.usage,
+        )
+        self.pressure.observe(self._clock(), load)
+        if self.pressure.state != self._stats.pressure:
+            logger.info("pressure: %s, was %s", self.pressure.state, self._stats.pressure)
+        self._stats = EngineStats(
+            running=load.running,
+            waiting=load.waiting,
+            swapped=load.swapped,
             num_blocks=device.num_blocks,
+            num_target_blocks=scheduler.target_blocks,
             num_free_blocks=device.num_free,
             num_swap_blocks=swap.num_blocks,
             num_free_swap_blocks=swap.num_free,
-            kv_usage=device.usage,
-            swap_usage=swap.usage,
+            kv_usage=load.kv_usage,
+            swap_usage=load.swap_usage,
+            num_disk_blocks=disk.num_blocks,
+            num_free_disk_blocks=disk.num_free,
+            disk_usage=disk.usage,
+            swapped_out_blocks=metrics.swapped_out_blocks,
+            swapped_in_blocks=metrics.swapped_in_blocks,
+            demoted_blocks=metrics.demoted_blocks,
+            promoted_blocks=metrics.promoted_blocks,
+            swap_faults=sum(metrics.swap_faults.values()),
+            kv_losses=metrics.kv_losses,
             kv_usage_max=metrics.kv_usage_max,
             requests_accepted=metrics.requests_accepted,
             requests_finished=metrics.requests_finished,
             requests_aborted=metrics.requests_aborted,
             requests_failed=self._requests_failed,
+            requests_shed=0 if self._shedding is None else self._shedding.num_refused,
+            pressure=self.pressure.state,
+            swapped_queue_growth=self.pressure.swapped_queue_growth,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
             preemptions_swap=metrics.preemptions_swap,
             preemptions_recompute=metrics.preemptions_recompute,
             preemption_rate=metrics.preemption_rate,
+            decisions_swap=metrics.decisions_swap,
+            decisions_recompute=metrics.decisions_recompute,
             recomputed_tokens=metrics.recomputed_tokens,
             swapped_queue_size_max=metrics.swapped_queue_size_max,
             swaps_completed=metrics.swaps_completed,
             avg_swapped_duration_s=metrics.avg_swapped_duration_s,
+            promotions=metrics.promotions,
+            demotions=metrics.demotions,
             prefix_cache_queried_tokens=metrics.prefix_cache_queried_tokens,
             prefix_cache_hit_tokens=metrics.prefix_cache_hit_tokens,
         )
+
+
+def check_priority(priority: object) -> None:
+    """Raise InvalidRequestError unless it is an integer."""
+    if not isinstance(priority, int) or isinstance(priority, bool):
+        raise InvalidRequestError(
+            f"priority must be an integer, got {shown(priority)}", param="priority"
+        )
+
+
+def _catch_up(live: _Live) -> None:
+    """Bring the texts to where the samples of a request that continues are."""
+    live.has_answered = True
+    for state, sample in zip(live.samples, live.request.sequences, strict=True):
+        state.ended = sample.is_finished
+        if not state.ended:
+            state.text.push(sample.output_tokens)
 
 
 def _check_text(param: str, value: object) -> None:

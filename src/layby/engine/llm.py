@@ -31,7 +31,7 @@ class LLM:
     Args:
         model: As :class:`EngineConfig`.
         options: The other fields of :class:`EngineConfig`; unlike there, the queue has no limit
-            unless ``max_queue`` gives one.
+            unless ``max_queue`` gives one, and nothing is shed unless ``shed_load`` says so.
 
     Raises:
         ConfigError, ModelError: The settings or the model cannot work.
@@ -40,7 +40,9 @@ class LLM:
     def __init__(self, model: str = "smollm2", **options: Any) -> None:
         from layby.engine.build import build_engine
 
-        config = EngineConfig.from_options(model=model, **{"max_queue": None, **options})
+        config = EngineConfig.from_options(
+            model=model, **{"max_queue": None, "shed_load": False, **options}
+        )
         self._engine = build_engine(config)
 
     @classmethod

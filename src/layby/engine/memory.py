@@ -33,21 +33,26 @@ def _machine_bytes(root: Path) -> int | None:
         return None
 
 
-def _cgroup_bytes(root: Path) -> int | None:
-    """The tightest cgroup v2 limit from this process's group upwards, less what is used of it."""
+def cgroup_directories(root: Path = Path("/")) -> list[Path]:
+    """This process's group of cgroup v2 and those above it, innermost first; none without v2."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
-        return None
+        return []
     mount = root / "sys/fs/cgroup"
     group = next((line[3:].strip("/") for line in lines if line.startswith("0::")), None)
     if group is None:
-        return None
+        return []
+    own = mount / group
+    return [one for one in (own, *own.parents) if one.is_relative_to(mount)]
+
+
+def _cgroup_bytes(root: Path) -> int | None:
+    """The tightest cgroup v2 limit from this process's group upwards, less what is used of it."""
     left = [
         bytes_left
-        for directory in (mount / group, *(mount / group).parents)
-        if directory.is_relative_to(mount)
-        and (bytes_left := _cgroup_bytes_left(directory)) is not None
+        for directory in cgroup_directories(root)
+        if (bytes_left := _cgroup_bytes_left(directory)) is not None
     ]
     return min(left, default=None)
 

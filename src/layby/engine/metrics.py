@@ -8,6 +8,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from itertools import accumulate
+from types import MappingProxyType
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import (
@@ -18,6 +20,8 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
+
+from layby.engine.pressure import PressureState
 
 logger = logging.getLogger("layby.engine")
 
@@ -42,7 +46,7 @@ _SWAPPED_BUCKETS_S = (
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class EngineStats(Mapping[str, float]):
+class EngineStats(Mapping[str, Any]):
     """State and totals of an engine between two steps.
 
     Reads as a mapping of its fields, too: ``stats["running"]`` and ``dict(stats)``.
@@ -50,20 +54,31 @@ class EngineStats(Mapping[str, float]):
     Attributes:
         running, waiting, swapped: Requests in each queue now.
         num_blocks, num_free_blocks: Device pool; free includes reusable cached blocks.
+        num_target_blocks: Size that the device pool is to have; see ``Engine.resize_kv_pool``.
         num_swap_blocks, num_free_swap_blocks: The same of the swap pool.
-        kv_usage, swap_usage: Share of each pool that is held now, 0 to 1.
+        num_disk_blocks, num_free_disk_blocks: The same of the disk below it.
+        kv_usage, swap_usage, disk_usage: Share of each that is held now, 0 to 1.
+        swapped_out_blocks, swapped_in_blocks: Blocks moved to the swap pool, and back.
+        demoted_blocks, promoted_blocks: Blocks moved from there to disk, and back.
+        swap_faults: Transfers between RAM and disk that failed.
+        kv_losses: Parked requests that had to be recomputed because of it, or for lack of room.
         kv_usage_max: Largest ``kv_usage`` at the end of a step.
         requests_accepted, requests_finished, requests_aborted: Totals; finished are those that
             ended by themselves, aborted all others.
         requests_failed: Those of the aborted that ended with an error.
+        requests_shed: Requests refused because the engine was saturated; not accepted ones.
+        pressure: ``ok``, ``rising`` or ``saturated``.
+        swapped_queue_growth: Requests per second by which the swapped queue grows.
         prompt_tokens: Prompt tokens of the requests that have reached their first token.
         generation_tokens: Tokens sampled.
         preemptions_swap, preemptions_recompute: Requests that left the device, by mode.
         preemption_rate: Preemptions per accepted request.
+        decisions_swap, decisions_recompute: Victims whose way out was chosen by its cost.
         recomputed_tokens: Positions computed again after a preemption.
         swapped_queue_size_max: Longest the swapped queue has been.
         swaps_completed: Parked requests that came back, or ended parked.
         avg_swapped_duration_s: Mean seconds of those parkings.
+        promotions, demotions: Classes that requests rose by waiting, and sank by running long.
         prefix_cache_queried_tokens, prefix_cache_hit_tokens: Tokens looked up in the prefix cache
             at admission, and found.
     """
@@ -72,33 +87,49 @@ class EngineStats(Mapping[str, float]):
     waiting: int = 0
     swapped: int = 0
     num_blocks: int = 0
+    num_target_blocks: int = 0
     num_free_blocks: int = 0
     num_swap_blocks: int = 0
     num_free_swap_blocks: int = 0
     kv_usage: float = 0.0
     swap_usage: float = 0.0
+    num_disk_blocks: int = 0
+    num_free_disk_blocks: int = 0
+    disk_usage: float = 0.0
+    swapped_out_blocks: int = 0
+    swapped_in_blocks: int = 0
+    demoted_blocks: int = 0
+    promoted_blocks: int = 0
+    swap_faults: int = 0
+    kv_losses: int = 0
     kv_usage_max: float = 0.0
     requests_accepted: int = 0
     requests_finished: int = 0
     requests_aborted: int = 0
     requests_failed: int = 0
+    requests_shed: int = 0
+    pressure: PressureState = PressureState.OK
+    swapped_queue_growth: float = 0.0
     prompt_tokens: int = 0
     generation_tokens: int = 0
     preemptions_swap: int = 0
     preemptions_recompute: int = 0
     preemption_rate: float = 0.0
+    decisions_swap: int = 0
+    decisions_recompute: int = 0
     recomputed_tokens: int = 0
     swapped_queue_size_max: int = 0
     swaps_completed: int = 0
     avg_swapped_duration_s: float = 0.0
+    promotions: int = 0
+    demotions: int = 0
     prefix_cache_queried_tokens: int = 0
     prefix_cache_hit_tokens: int = 0
 
-    def __getitem__(self, name: str) -> float:
+    def __getitem__(self, name: str) -> Any:
         if name not in _STATS_NAMES:
             raise KeyError(name)
-        value: float = getattr(self, name)
-        return value
+        return getattr(self, name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(_STATS_NAMES)
@@ -106,7 +137,7 @@ class EngineStats(Mapping[str, float]):
     def __len__(self) -> int:
         return len(_STATS_NAMES)
 
-    def as_dict(self) -> dict[str, float]:
+    def as_dict(self) -> dict[str, Any]:
         """A plain dictionary, for JSON."""
         return dict(self)
 
@@ -123,9 +154,15 @@ class EngineMetrics:
     Args:
         model_name: Value of the ``model_name`` label.
         read_stats: Gives the latest snapshot; called at scrape time, from any thread.
+        swap_faults: Failed transfers between RAM and disk so far, by kind; read at scrape time.
     """
 
-    def __init__(self, model_name: str, read_stats: Callable[[], EngineStats]) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        read_stats: Callable[[], EngineStats],
+        swap_faults: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
         self.registry = CollectorRegistry()
         self._model_name = model_name
         self._finished_by_reason: dict[str, int] = {"stop": 0, "length": 0, "abort": 0, "error": 0}
@@ -150,7 +187,9 @@ class EngineMetrics:
             buckets=_SWAPPED_BUCKETS_S,
             registry=self.registry,
         )
-        self.registry.register(_StatsCollector(model_name, read_stats, self._finished_by_reason))
+        self.registry.register(
+            _StatsCollector(model_name, read_stats, self._finished_by_reason, swap_faults)
+        )
 
     def observe_first_token(self, seconds: float) -> None:
         """A request's first token came so long after its arrival."""
@@ -222,14 +261,17 @@ class _StatsCollector(Collector):
         model_name: str,
         read_stats: Callable[[], EngineStats],
         finished_by_reason: Mapping[str, int],
+        swap_faults: Mapping[str, int],
     ) -> None:
         self._model_name = model_name
         self._read_stats = read_stats
         self._finished_by_reason = finished_by_reason
+        self._swap_faults = swap_faults
 
     def collect(self) -> Iterator[Metric]:
         stats = self._read_stats()
         yield from self._own(stats)
+        yield from self._tiers(stats)
         yield from self._customary(stats)
 
     def _own(self, stats: EngineStats) -> Iterator[Metric]:
@@ -237,7 +279,26 @@ class _StatsCollector(Collector):
             "layby_swapped_queue_size", "Requests parked now.", value=stats.swapped
         )
         yield GaugeMetricFamily(
+            "layby_kv_blocks_total", "Blocks of the device pool now.", value=stats.num_blocks
+        )
+        yield GaugeMetricFamily(
             "layby_preemption_rate", "Preemptions per request.", value=stats.preemption_rate
+        )
+        pressure = GaugeMetricFamily(
+            "layby_pressure_state", "1 for the state of memory now, 0 for others.", labels=["state"]
+        )
+        for state in PressureState:
+            pressure.add_metric([state], float(state is stats.pressure))
+        yield pressure
+        yield GaugeMetricFamily(
+            "layby_swapped_queue_growth",
+            "Requests per second by which the swapped queue grows.",
+            value=stats.swapped_queue_growth,
+        )
+        yield CounterMetricFamily(
+            "layby_requests_shed",
+            "Requests refused because memory was saturated.",
+            value=stats.requests_shed,
         )
         preemptions = CounterMetricFamily(
             "layby_preemptions",
@@ -247,10 +308,59 @@ class _StatsCollector(Collector):
         preemptions.add_metric(["swap"], stats.preemptions_swap)
         preemptions.add_metric(["recompute"], stats.preemptions_recompute)
         yield preemptions
+        decisions = CounterMetricFamily(
+            "layby_preemption_decisions",
+            "Preemptions whose way out was chosen by its cost.",
+            labels=["choice"],
+        )
+        decisions.add_metric(["swap"], stats.decisions_swap)
+        decisions.add_metric(["recompute"], stats.decisions_recompute)
+        yield decisions
         yield CounterMetricFamily(
             "layby_recomputed_tokens",
             "Positions computed again after a preemption.",
             value=stats.recomputed_tokens,
+        )
+        yield CounterMetricFamily(
+            "layby_promotions",
+            "Classes that requests rose because they waited.",
+            value=stats.promotions,
+        )
+        yield CounterMetricFamily(
+            "layby_demotions",
+            "Classes that requests sank because they ran long.",
+            value=stats.demotions,
+        )
+
+    def _tiers(self, stats: EngineStats) -> Iterator[Metric]:
+        usage = GaugeMetricFamily(
+            "layby_swap_usage", "Share of each tier of parked work in use, 0 to 1.", labels=["tier"]
+        )
+        usage.add_metric(["ram"], stats.swap_usage)
+        usage.add_metric(["disk"], stats.disk_usage)
+        yield usage
+        moved = CounterMetricFamily(
+            "layby_swap_moved_blocks",
+            "Blocks of parked work moved: device to RAM (out), RAM to disk (demote), and back.",
+            labels=["move"],
+        )
+        moved.add_metric(["out"], stats.swapped_out_blocks)
+        moved.add_metric(["in"], stats.swapped_in_blocks)
+        moved.add_metric(["demote"], stats.demoted_blocks)
+        moved.add_metric(["promote"], stats.promoted_blocks)
+        yield moved
+        faults = CounterMetricFamily(
+            "layby_swap_faults",
+            "Transfers between RAM and disk that failed, by what went wrong.",
+            labels=["kind"],
+        )
+        for kind, count in sorted(dict(self._swap_faults).items()):
+            faults.add_metric([kind], count)
+        yield faults
+        yield CounterMetricFamily(
+            "layby_kv_losses",
+            "Parked requests recomputed because of a fault, or because no tier had room.",
+            value=stats.kv_losses,
         )
 
     def _customary(self, stats: EngineStats) -> Iterator[Metric]:

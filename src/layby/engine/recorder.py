@@ -15,11 +15,17 @@ the configuration in its first line, a scheduler can be led through the same lif
 | `done`  | the outcome of the step decided last, unless a `run` says that it had none        |
 | `cut`   | a stop string ended a sample                                                      |
 | `abort` | a request was aborted or failed                                                   |
+| `class` | a request was put into another class                                              |
+| `size`  | the device pool is to have another size                                           |
+| `moved` | transfers of parked work between RAM and disk have ended                          |
+| `lost`  | a parked request's KV was lost                                                    |
+| `cost`  | what parking and computing cost, as measured: victims leave by it                 |
 | `hash`  | content of blocks that samples have filled; stands before what depends on it      |
 | `broken`| the scheduler raised an error; what follows proves nothing                        |
 | `close` | the engine was closed in good order                                               |
 
-The dataclasses below say what each line holds; a field at its default is left out.
+The dataclasses below say what each line holds; a field at its default is left out. What the engine
+turns away to shed load never comes to the scheduler, and so is not recorded.
 
 **What is protected.** There is no text, no token id, no name of a request or user and no address.
 Block contents appear as hashes of 48 bits under a key of 256 random bits, which is made anew for
@@ -55,14 +61,18 @@ from typing import IO, Any
 
 from layby.errors import ConfigError, InvalidRequestError, QueueFullError, shown
 from layby.scheduling import (
+    BlockMove,
     FinishReason,
     IdleState,
+    MoveCosts,
     Policy,
     Request,
     Scheduler,
     SchedulerConfig,
     Sequence,
     StepPlan,
+    Transfer,
+    TransferEnd,
 )
 
 logger = logging.getLogger("layby.engine")
@@ -126,6 +136,8 @@ class State:
     device_cached: Ints
     hashes: str = ""
     swap_free: Ints = field(default_factory=list)
+    disk_free: Ints = field(default_factory=list)
+    num_transfers: int = 0
 
 
 @dataclass(slots=True)
@@ -141,6 +153,9 @@ class Arrival:
         time: When.
         num_prompt_tokens, max_tokens, min_tokens, n, priority, use_prefix_cache: As ``Request``.
         request: The number by which other lines name it; 0 if it was refused.
+        was_accepted: An earlier process had accepted it.
+        outputs: Output tokens that each of its samples had then, if any had.
+        reasons: Why each of those had ended, if any had.
         hashes: Contents of the prompt's full blocks.
         refused: Name of the error with which it was refused.
     """
@@ -153,6 +168,9 @@ class Arrival:
     n: int = 1
     priority: int = 0
     use_prefix_cache: bool = True
+    was_accepted: bool = False
+    outputs: Ints = field(default_factory=list)
+    reasons: Strs = field(default_factory=list)
     hashes: str = ""
     refused: str = ""
 
@@ -186,7 +204,12 @@ class Step:
         scheduled: What else is computed: request, sample, start, number of tokens.
         admitted, resumed, preempted: Requests.
         modes: How each of ``preempted`` left the device.
-        swap_out, swap_in, copies: Block moves: source, destination, source, destination …
+        swap_out, relocated, swap_in, copies: Block moves: source, destination, source,
+            destination …
+        num_blocks: The device pool's new size; 0: it stays.
+        classes: Changes of class: request, class before, class after.
+        demoted, promoted: Transfers that begin: number, source, destination, source …
+        lost: Parked requests that were given up.
         digest: Of the plan.
     """
 
@@ -199,8 +222,14 @@ class Step:
     preempted: Ints = field(default_factory=list)
     modes: Strs = field(default_factory=list)
     swap_out: Ints = field(default_factory=list)
+    relocated: Ints = field(default_factory=list)
     swap_in: Ints = field(default_factory=list)
     copies: Ints = field(default_factory=list)
+    num_blocks: int = 0
+    classes: Rows = field(default_factory=list)
+    demoted: Rows = field(default_factory=list)
+    promoted: Rows = field(default_factory=list)
+    lost: Ints = field(default_factory=list)
     digest: str = ""
 
 
@@ -243,6 +272,56 @@ class Abort:
 
 
 @dataclass(slots=True)
+class Reclassed:
+    """A request was put into another class by hand."""
+
+    request: int
+    times: Times
+    priority: int = 0
+
+
+@dataclass(slots=True)
+class Resize:
+    """The device pool is to have so many blocks."""
+
+    num_blocks: int
+
+
+@dataclass(slots=True)
+class Moved:
+    """Transfers have ended.
+
+    Attributes:
+        transfers: Their numbers.
+        times: When: one reading.
+        faults: The fault of each; empty if none had one.
+        lost: Requests whose KV could not be read back.
+    """
+
+    transfers: Ints
+    times: Times
+    faults: Strs = field(default_factory=list)
+    lost: Ints = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Lost:
+    """A parked request's KV was lost without a transfer."""
+
+    request: int
+    times: Times
+
+
+@dataclass(slots=True)
+class Costs:
+    """The scheduler decides by these costs from now on. Attributes as those of ``MoveCosts``."""
+
+    out_s: float
+    in_s: float
+    token_s: float
+
+
+@dataclass(slots=True)
 class Hashes:
     """Contents of blocks that lie behind the prompt's full ones: those of sample ``samples[i]`` of
     request ``requests[i]`` which follow its known ones are ``hashes[i]``."""
@@ -265,7 +344,8 @@ class Close:
 
 
 Event = (
-    Head | State | Gap | Arrival | Run | Step | Done | Cut | Abort | Hashes | Broken | Close
+    Head | State | Gap | Arrival | Run | Step | Done | Cut | Abort | Reclassed | Resize | Moved
+    | Lost | Costs | Hashes | Broken | Close
 )  # fmt: skip
 
 _KINDS: dict[str, type[Event]] = {
@@ -278,6 +358,11 @@ _KINDS: dict[str, type[Event]] = {
     "done": Done,
     "cut": Cut,
     "abort": Abort,
+    "class": Reclassed,
+    "size": Resize,
+    "moved": Moved,
+    "lost": Lost,
+    "cost": Costs,
     "hash": Hashes,
     "broken": Broken,
     "close": Close,
@@ -331,6 +416,7 @@ _KEYS = {
     "min_tokens": "min",
     "priority": "pr",
     "use_prefix_cache": "cache",
+    "was_accepted": "again",
     "refused": "no",
     "step": "k",
     "num_steady": "n",
@@ -342,8 +428,13 @@ _KEYS = {
     "preempted": "out",
     "modes": "how",
     "swap_out": "so",
+    "relocated": "rl",
     "swap_in": "si",
     "copies": "cp",
+    "num_blocks": "size",
+    "classes": "cl",
+    "demoted": "de",
+    "promoted": "pm",
     "stops": "stop",
     "ended": "end",
     "sample": "i",
@@ -465,14 +556,21 @@ def is_steady(plan: StepPlan) -> bool:
         or plan.resumed
         or plan.preempted
         or plan.swap_out
+        or plan.relocate
         or plan.swap_in
         or plan.copy
+        or plan.num_blocks
+        or plan.class_changes
+        or plan.demote
+        or plan.promote
+        or plan.lost
     )
 
 
 class PlanDigest:
-    """A short digest of plans: what is computed and in which blocks, all moves, who was let in with
-    what wishes, and the time."""
+    """A short digest of plans: what is computed and in which blocks, all moves and transfers, the
+    pool's size, who was let in with what wishes, whose class changed, who was given up, and the
+    time."""
 
     __slots__ = ("_hash", "_is_new")
 
@@ -499,7 +597,8 @@ class PlanDigest:
             numbers += (seq.request.order, seq.index, item.start, item.num_tokens)
             numbers += (len(item.samplers), len(seq.block_table))
             numbers += seq.block_table
-        for moves in (plan.swap_out, plan.swap_in, plan.copy):
+        numbers.append(plan.num_blocks or 0)
+        for moves in (plan.swap_out, plan.relocate, plan.swap_in, plan.copy):
             numbers.append(len(moves))
             for move in moves:
                 numbers += move
@@ -509,6 +608,12 @@ class PlanDigest:
             times.append(request.arrival_time)
             numbers += (request.order, request.num_prompt_tokens, request.max_tokens, request.n)
             numbers += (bounded(request.priority), bounded(request.min_tokens))
+        for rows in (class_rows(plan), _transfers(plan.demote), _transfers(plan.promote)):
+            numbers.append(len(rows))
+            for row in rows:
+                numbers.append(len(row))
+                numbers += row
+        numbers += [request.order for request in plan.lost]
         self._hash.update(struct.pack(f"<{len(times)}d{len(numbers)}q", *times, *numbers))
 
     def text(self) -> str:
@@ -532,11 +637,33 @@ def step_event(plan: StepPlan) -> Step:
         resumed=[request.order for request in plan.resumed],
         preempted=[request.order for request, _ in plan.preempted],
         modes=[mode.value for _, mode in plan.preempted],
-        swap_out=[block for move in plan.swap_out for block in move],
-        swap_in=[block for move in plan.swap_in for block in move],
-        copies=[block for move in plan.copy for block in move],
+        swap_out=_flat(plan.swap_out),
+        relocated=_flat(plan.relocate),
+        swap_in=_flat(plan.swap_in),
+        copies=_flat(plan.copy),
+        num_blocks=plan.num_blocks or 0,
+        classes=class_rows(plan),
+        demoted=_transfers(plan.demote),
+        promoted=_transfers(plan.promote),
+        lost=[request.order for request in plan.lost],
         digest=digest.text(),
     )
+
+
+def class_rows(plan: StepPlan) -> list[list[int]]:
+    """The plan's changes of class: request, class before, class after."""
+    return [
+        [change.request.order, bounded(change.before), bounded(change.after)]
+        for change in plan.class_changes
+    ]
+
+
+def _flat(moves: Iterable[BlockMove]) -> list[int]:
+    return [block for move in moves for block in move]
+
+
+def _transfers(transfers: Iterable[Transfer]) -> list[list[int]]:
+    return [[transfer.number, *_flat(transfer.moves)] for transfer in transfers]
 
 
 def ending(request: Request) -> list[int]:
@@ -699,7 +826,6 @@ class Recorder:
         self._run_times: list[float] = []
         self._run_start = (0, 0)  # number of the first step, requests that decode
         self._run_digest = PlanDigest()
-        self._has_open_plan = False
         self._ended: list[Request] = []  # since lines were last handed over
         self._num_hashed: dict[Sequence, int] = {}  # blocks of which the content is written
 
@@ -728,7 +854,9 @@ class Recorder:
 
     # --- what happens ---
 
-    def arrived(self, request: Request, refusal: Exception | None = None) -> None:
+    def arrived(
+        self, request: Request, refusal: Exception | None = None, *, was_accepted: bool = False
+    ) -> None:
         """A request was queued, or refused."""
         full_blocks = request.num_prompt_tokens // self._scheduler.config.block_size
         hashes = ""
@@ -737,6 +865,10 @@ class Recorder:
             addresses = leader.hash_full_blocks(full_blocks, self._scheduler.config.block_size)
             hashes = self._hashes(addresses[:full_blocks])
         arrival_s = request.arrival_time
+        outputs = [seq.num_output_tokens for seq in request.sequences]
+        reasons = [
+            seq.finish_reason.value if seq.finish_reason else "" for seq in request.sequences
+        ]
         self._add(
             Arrival(
                 time=self._code(self._last_s if arrival_s is None else arrival_s),
@@ -747,6 +879,9 @@ class Recorder:
                 n=request.n,
                 priority=bounded(request.priority),
                 use_prefix_cache=request.use_prefix_cache,
+                was_accepted=was_accepted,
+                outputs=outputs if any(outputs) else [],
+                reasons=reasons if any(reasons) else [],
                 hashes=hashes,
                 refused="" if refusal is None else type(refusal).__name__,
             )
@@ -755,7 +890,6 @@ class Recorder:
 
     def decided(self, plan: StepPlan) -> None:
         """A step was decided."""
-        self._has_open_plan = True
         if is_steady(plan):
             if not self._run_times or self._run_start[1] != plan.num_steady:
                 self._end_run()
@@ -771,7 +905,6 @@ class Recorder:
 
     def updated(self, plan: StepPlan, finished: SequenceOf[Request], now: float) -> None:
         """The outcome of the step came."""
-        self._has_open_plan = False
         stops = [
             [r.order, 0] for r in finished if r.n == 1 and r.sequences[0].stop_token is not None
         ]
@@ -804,6 +937,38 @@ class Recorder:
         self._add(Abort(request.order, [self._code(now)], ending(request)[1:], reason.value))
         self._ended.append(request)
         self._pause()
+
+    def reclassed(self, request: Request, now: float) -> None:
+        """A request was put into another class by hand."""
+        self._add(Reclassed(request.order, [self._code(now)], bounded(request.priority)))
+        self._pause()
+
+    def resized(self, num_blocks: int) -> None:
+        """The device pool is to have so many blocks."""
+        self._add(Resize(num_blocks))
+        self._pause()
+
+    def moved(self, ends: SequenceOf[TransferEnd], lost: SequenceOf[Request], now: float) -> None:
+        """Transfers have ended, and with them the KV of these requests is lost."""
+        faults = [end.fault for end in ends]
+        self._add(
+            Moved(
+                [end.number for end in ends],
+                [self._code(now)],
+                faults if any(faults) else [],
+                [request.order for request in lost],
+            )
+        )
+        self._pause()
+
+    def lost(self, request: Request, now: float) -> None:
+        """A parked request's KV was lost."""
+        self._add(Lost(request.order, [self._code(now)]))
+        self._pause()
+
+    def told(self, costs: MoveCosts) -> None:
+        """The scheduler was told what moving and computing cost."""
+        self._add(Costs(costs.out_s, costs.in_s, costs.token_s))
 
     def broken(self, fault: BaseException) -> None:
         """The scheduler raised an error."""
@@ -840,7 +1005,7 @@ class Recorder:
         """After every event: time to hand something over?"""
         if not self._scheduler.requests:
             self._hand_over()
-            if not self._has_open_plan:
+            if self._scheduler.is_idle:
                 self._be_idle()
         elif time.monotonic() - self._handed_over_s >= FLUSH_S:
             self._hand_over()
@@ -909,6 +1074,8 @@ class Recorder:
                 clock=float(self._last_s),
             )
         )
+        if (costs := self._scheduler.costs) is not None:
+            self.told(costs)
         self._hand_over()
 
     def _next_file(self) -> None:
@@ -926,6 +1093,8 @@ class Recorder:
             device_cached=[block for block, _ in idle.device.cached],
             hashes=self._hashes(content for _, content in idle.device.cached),
             swap_free=idle.swap.free,
+            disk_free=idle.disk.free,
+            num_transfers=idle.num_transfers,
         )
 
 
@@ -965,16 +1134,16 @@ class RecordedScheduler(Scheduler):
         self.recorder = recorder
         recorder.begin(self)
 
-    def add_request(self, request: Request) -> None:
+    def add_request(self, request: Request, *, was_accepted: bool = False) -> None:
         """See ``Scheduler``."""
         is_new = request.order == 0 and request.request_id not in self.requests
         try:
-            super().add_request(request)
+            super().add_request(request, was_accepted=was_accepted)
         except (InvalidRequestError, QueueFullError) as refusal:
             if is_new:  # else a mistake of the caller's, who has lost count of his ids
-                self._tell(self.recorder.arrived, request, refusal)
+                self._tell(self.recorder.arrived, request, refusal, was_accepted=was_accepted)
             raise
-        self._tell(self.recorder.arrived, request)
+        self._tell(self.recorder.arrived, request, was_accepted=was_accepted)
 
     def schedule(self) -> StepPlan:
         """See ``Scheduler``."""
@@ -996,6 +1165,11 @@ class RecordedScheduler(Scheduler):
         self._tell(self.recorder.updated, plan, finished, self._watched.last)
         return finished
 
+    def set_costs(self, costs: MoveCosts) -> None:
+        """See ``Scheduler``."""
+        super().set_costs(costs)
+        self._tell(self.recorder.told, costs)
+
     def finish_sequence(self, seq: Sequence, reason: FinishReason = FinishReason.STOP) -> bool:
         """See ``Scheduler``."""
         had_ended = seq.is_finished
@@ -1011,6 +1185,33 @@ class RecordedScheduler(Scheduler):
         if request is not None:
             self._tell(self.recorder.aborted, request, reason, self._watched.last)
         return request
+
+    def set_priority(self, request_id: str, priority: int) -> bool:
+        """See ``Scheduler``."""
+        is_live = super().set_priority(request_id, priority)
+        if is_live:
+            self._tell(self.recorder.reclassed, self.requests[request_id], self._watched.last)
+        return is_live
+
+    def resize(self, num_blocks: int) -> None:
+        """See ``Scheduler``."""
+        super().resize(num_blocks)
+        self._tell(self.recorder.resized, num_blocks)
+
+    def transfers_ended(self, ends: Iterable[TransferEnd]) -> list[Request]:
+        """See ``Scheduler``."""
+        ends = list(ends)
+        lost = super().transfers_ended(ends)
+        if ends:
+            self._tell(self.recorder.moved, ends, lost, self._watched.last)
+        return lost
+
+    def lose_kv(self, request_id: str) -> bool:
+        """See ``Scheduler``."""
+        was_parked = super().lose_kv(request_id)
+        if was_parked:
+            self._tell(self.recorder.lost, self.requests[request_id], self._watched.last)
+        return was_parked
 
     def _tell(self, method: Callable[..., None], *args: object, **named: object) -> None:
         if self.recorder.error is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from layby.scheduling.plan import StepPlan
+from layby.scheduling.plan import StepPlan, TransferEnd
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +40,17 @@ class StepResult:
             ``(position of the token, logprobs)`` pairs; position 0 has no prediction.
         failures: Request id → message, for requests that failed alone in this step. Their entries
             in ``tokens`` are placeholders.
+        transfer_ends: Transfers between RAM and disk, of this step's plan or of earlier ones, whose
+            end has not been reported before.
+        moved_s: Seconds that the block moves between the pools took; 0 if it is not known.
     """
 
     tokens: list[int]
     logprobs: list[PositionLogprobs | None] = field(default_factory=list)
     prompt_logprobs: dict[str, list[tuple[int, PositionLogprobs]]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
+    transfer_ends: list[TransferEnd] = field(default_factory=list)
+    moved_s: float = 0.0
 
 
 class Executor(Protocol):
@@ -53,6 +58,10 @@ class Executor(Protocol):
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Do the plan's block moves in order, then its forward pass, and sample.
+
+        If the device pool changes its size, it grows before the moves or shrinks after them.
+        Transfers between RAM and disk are begun after the moves; the step does not wait for them.
+        Given a plan that computes nothing while some are under way, it may wait a moment for one.
 
         Raises:
             Exception: The step failed as a whole; nothing of it may be used.

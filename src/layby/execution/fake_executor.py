@@ -14,7 +14,13 @@ from typing import NamedTuple
 
 from layby.execution.executor import PositionLogprobs, StepResult, TokenLogprob
 from layby.sampling_params import SamplingParams
-from layby.scheduling.plan import BlockMove, ScheduledSequence, StepPlan
+from layby.scheduling.plan import (
+    BlockMove,
+    ScheduledSequence,
+    StepPlan,
+    Transfer,
+    TransferEnd,
+)
 from layby.scheduling.request import Sequence
 
 Script = Mapping[str, Seq[int]] | Callable[[Sequence], int | None]
@@ -43,15 +49,17 @@ class FakeExecutor:
 
     Args:
         block_size: Tokens per block.
-        num_blocks, num_swap_blocks: Sizes of the pools, checked if given.
+        num_blocks, num_swap_blocks, num_disk_blocks: Sizes of the pools, checked if given.
+        transfer_steps: A transfer between RAM and disk ends with so many steps after its own.
         vocab_size: Tokens are below this; at least 2 more than a request has stop tokens.
         script: Forces tokens; see ``Script``. A list that has run out forces nothing.
 
     Attributes:
         failing_requests: Request ids; each fails alone in every step that samples it.
         failing_steps: Step number → the exception to raise in it.
+        failing_transfers: Transfer number → the fault it ends with.
         steps: Steps executed.
-        moved_blocks: Blocks swapped out, swapped in and copied so far.
+        moved_blocks: Blocks swapped out, swapped in, relocated and copied so far.
         computed_tokens: Rows computed so far.
     """
 
@@ -61,6 +69,8 @@ class FakeExecutor:
         block_size: int,
         num_blocks: int | None = None,
         num_swap_blocks: int | None = None,
+        num_disk_blocks: int | None = None,
+        transfer_steps: int = 1,
         vocab_size: int = 256,
         script: Script | None = None,
     ) -> None:
@@ -69,11 +79,15 @@ class FakeExecutor:
         self.script = script
         self.failing_requests: set[str] = set()
         self.failing_steps: dict[int, Exception] = {}
+        self.failing_transfers: dict[int, str] = {}
         self.steps = 0
         self.moved_blocks = 0
         self.computed_tokens = 0
         self._device = _Pool("device", num_blocks)
         self._swap = _Pool("swap", num_swap_blocks)
+        self._disk = _Pool("disk", num_disk_blocks)
+        self._transfer_steps = transfer_steps
+        self._transfers: list[_Underway] = []
         self._contexts: dict[str, dict[int, _Context]] = {}
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -85,15 +99,22 @@ class FakeExecutor:
         if plan.step in self.failing_steps:
             raise self.failing_steps[plan.step]
         self.steps += 1
+        self._device.grow(plan.num_blocks)
         self._move(plan.swap_out, self._device, self._swap)
+        self._move(plan.relocate, self._device, self._device)
         self._move(plan.swap_in, self._swap, self._device)
         self._move(plan.copy, self._device, self._device)
+        self._device.shrink(plan.num_blocks)
         for item in plan.scheduled:
             self._write(item)
         # Only now: rows may attend to what other sequences store in the same step.
         for item in plan.scheduled:
             self._check(item)
-        return self._answer(plan)
+        result = self._answer(plan)
+        result.transfer_ends = self._end_transfers()
+        self._begin_transfers(plan.demote, self._swap, self._disk)
+        self._begin_transfers(plan.promote, self._disk, self._swap)
+        return result
 
     def release(self, request_id: str) -> None:
         """See ``Executor``."""
@@ -108,6 +129,26 @@ class FakeExecutor:
         for move, content in zip(moves, contents, strict=True):
             target.write(move.dst, content)
         self.moved_blocks += len(moves)
+
+    def _begin_transfers(self, transfers: Seq[Transfer], source: _Pool, target: _Pool) -> None:
+        for transfer in transfers:
+            for move in transfer.moves:
+                target.write(move.dst, [])  # who reads it before the end finds nothing
+            until = self.steps + self._transfer_steps
+            self._transfers.append(_Underway(until, transfer, source, target))
+
+    def _end_transfers(self) -> list[TransferEnd]:
+        """Only now is read and written: nobody else may have touched the blocks meanwhile."""
+        due = [underway for underway in self._transfers if underway.until_step <= self.steps]
+        self._transfers = [one for one in self._transfers if one.until_step > self.steps]
+        ends = []
+        for _, transfer, source, target in due:
+            fault = self.failing_transfers.get(transfer.number, "")
+            if not fault:
+                for move in transfer.moves:
+                    target.write(move.dst, list(source.read(move.src)))
+            ends.append(TransferEnd(transfer.number, fault))
+        return ends
 
     def _write(self, item: ScheduledSequence) -> None:
         sequence = item.sequence
@@ -252,12 +293,32 @@ class _Pool:
         self._check(number)
         self._blocks[number] = content
 
+    def grow(self, num_blocks: int | None) -> None:
+        """Let there be so many blocks, if there are fewer; None: it stays as it is."""
+        if num_blocks is not None and self._num_blocks is not None:
+            self._num_blocks = max(num_blocks, self._num_blocks)
+
+    def shrink(self, num_blocks: int | None) -> None:
+        """Drop the blocks from this number on; None: it stays as it is."""
+        if num_blocks is not None:
+            self._num_blocks = num_blocks
+            self._blocks = {n: block for n, block in self._blocks.items() if n < num_blocks}
+
     def _check(self, number: int) -> None:
         size = self._num_blocks
         exists = number >= 0 if size is None else 0 <= number < size
         assert exists, f"there is no block {number} in the {self._name} pool" + (
             "" if size is None else f" of {size}"
         )
+
+
+class _Underway(NamedTuple):
+    """A transfer, and the step with which it ends."""
+
+    until_step: int
+    transfer: Transfer
+    source: _Pool
+    target: _Pool
 
 
 class _Context:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from layby.errors import ConfigError
+from layby.execution.host_memory import HostMemory, installed_bytes
 from layby.models.network import KVFormat
 from layby.scheduling.plan import BlockMove
 
@@ -22,6 +23,10 @@ class KVCache:
     A block is contiguous in either pool, with all of its layers, so that parking it is one copy.
     Neither pool is initialised: readers must mask what was never written. On a CPU the system hands
     out their pages as they are first written.
+
+    The device pool can change its size. On a CPU it does so in place, and what it gives up goes
+    back to the system at once. A GPU offers no such thing: there the blocks are copied into a
+    tensor of the new size, and for that moment there must be room for both.
 
     On a GPU the swap pool is pinned, and moves run on a stream of their own: they wait for all work
     submitted before, and work submitted later waits for them.
@@ -46,15 +51,48 @@ class KVCache:
             try:
                 return torch.empty((count, *block), dtype=dtype, device=where, pin_memory=pin)
             except (RuntimeError, MemoryError) as error:
-                raise ConfigError(
-                    f"the {what} pool of {count} blocks takes {count * size / 2**30:.2f} GiB "
-                    f"on {where.type}, which cannot be had: {error}"
-                ) from error
+                raise ConfigError(_too_large(what, count, size, where.type, error)) from error
 
-        self.pool = allocate("device", num_blocks, device)
+        self.block_bytes = size
+        self._host: HostMemory | None = None
+        if on_gpu:
+            self.pool = allocate("device", num_blocks, device)
+        else:
+            try:
+                self._host = HostMemory(num_blocks * size, installed_bytes())
+            except MemoryError as error:
+                raise ConfigError(_too_large("device", num_blocks, size, "cpu", error)) from error
+            count = self._host.num_bytes // size
+            whole = self._host.tensor()[: count * size].view(dtype).view(count, *block)
+            self._whole = whole
+            self.pool = whole[:num_blocks]
         self.swap_pool = allocate("swap", num_swap_blocks, torch.device("cpu"))
         self._blocks, self._parked = _words(self.pool, size), _words(self.swap_pool, size)
         self._stream = torch.cuda.Stream(device) if on_gpu else None
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the device pool."""
+        return len(self.pool)
+
+    def most_blocks(self, free_bytes: int) -> int:
+        """Blocks that the device pool can grow to if the device has so much memory left."""
+        if self._host is None:  # the old pool stays until the new one is filled
+            return max(self.num_blocks, free_bytes // self.block_bytes)
+        return min(len(self._whole), self.num_blocks + free_bytes // self.block_bytes)
+
+    @torch.inference_mode()
+    def resize(self, num_blocks: int) -> None:
+        """Give the device pool so many blocks, at most ``most_blocks``. Those that stay keep their
+        content; new ones are not initialised."""
+        if self._host is not None:
+            if num_blocks < self.num_blocks:
+                self._host.give_back(num_blocks * self.block_bytes)
+            self.pool = self._whole[:num_blocks]
+        else:
+            self.pool = _moved_to_other_size(self.pool, num_blocks)
+            torch.cuda.empty_cache()  # else torch would keep what the old pool had
+        self._blocks = _words(self.pool, self.block_bytes)
 
     @torch.inference_mode()
     def swap_out(self, moves: Sequence[BlockMove]) -> None:
@@ -103,6 +141,14 @@ class KVCache:
         if self._stream is not None:
             self._stream.synchronize()
 
+    def fence(self) -> Callable[[], None]:
+        """A function that returns when the moves made so far are done."""
+        if self._stream is None:
+            return lambda: None
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event.synchronize
+
     def _index(self, blocks: Sequence[int]) -> Tensor:
         return torch.tensor(blocks, dtype=torch.int64, device=self.pool.device)
 
@@ -117,6 +163,21 @@ class KVCache:
         with torch.cuda.stream(self._stream):
             yield
         current.wait_stream(self._stream)
+
+
+def _moved_to_other_size(pool: Tensor, num_blocks: int) -> Tensor:
+    """A pool of so many blocks that begins as the old one does. It has never run on a GPU."""
+    pool_of_other_size = pool.new_empty((num_blocks, *pool.shape[1:]))
+    kept = min(num_blocks, len(pool))
+    pool_of_other_size[:kept].copy_(pool[:kept])
+    return pool_of_other_size
+
+
+def _too_large(what: str, count: int, block_bytes: int, where: str, why: Exception) -> str:
+    return (
+        f"the {what} pool of {count} blocks takes {count * block_bytes / 2**30:.2f} GiB "
+        f"on {where}, which cannot be had: {why}"
+    )
 
 
 def _words(pool: Tensor, block_bytes: int) -> Tensor:

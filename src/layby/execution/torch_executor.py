@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from layby.errors import ConfigError
 from layby.execution.batch import BatchBuilder, StepBatch
+from layby.execution.disk_tier import DiskTier
 from layby.execution.executor import PositionLogprobs, StepResult
+from layby.execution.faults import Faults
 from layby.execution.kv_cache import KVCache
 from layby.execution.sampler import Sampler, describe, sampling_params
 from layby.models.network import Network
@@ -17,6 +21,9 @@ from layby.scheduling.plan import StepPlan
 
 _PROMPT_ROWS = 128
 """Rows of prompt log-probabilities at once: bounds the memory for ``[rows, vocab]``."""
+
+_DISK_PATIENCE_S = 0.01
+"""How long a step that computes nothing waits for the disk."""
 
 
 class TorchExecutor:
@@ -26,13 +33,24 @@ class TorchExecutor:
         model: The network.
         block_size: Tokens per KV block.
         num_blocks, num_swap_blocks: Sizes of the two pools; the swap pool may be empty.
+        num_disk_blocks: Blocks on disk, below the swap pool.
+        swap_dir: Where the file of these is made; needed if there are any.
+        faults: Faults to inject into reading and writing it.
 
     Raises:
-        ConfigError: A pool is larger than the memory there is.
+        ConfigError: A pool is larger than the memory, or the disk, there is.
     """
 
     def __init__(
-        self, model: Network, *, block_size: int, num_blocks: int, num_swap_blocks: int
+        self,
+        model: Network,
+        *,
+        block_size: int,
+        num_blocks: int,
+        num_swap_blocks: int,
+        num_disk_blocks: int = 0,
+        swap_dir: str | None = None,
+        faults: Faults | None = None,
     ) -> None:
         self.model = model
         self.block_size = block_size
@@ -42,22 +60,32 @@ class TorchExecutor:
             num_swap_blocks=num_swap_blocks,
             device=model.device,
         )
+        self._disk: DiskTier | None = None
+        if num_disk_blocks:
+            if swap_dir is None:
+                raise ConfigError(f"num_disk_blocks is {num_disk_blocks}, but swap_dir is not set")
+            self._disk = DiskTier(swap_dir, self.cache.swap_pool, num_disk_blocks, faults)
         self._batches = BatchBuilder(block_size)
         self._sampler = Sampler()
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """See ``Executor``."""
-        self.cache.swap_out(plan.swap_out)
-        self.cache.swap_in(plan.swap_in)
-        self.cache.copy(plan.copy)
+        moved_s = self._move(plan)
+        if self._disk is not None and (plan.demote or plan.promote):
+            self._disk.begin(plan.demote, plan.promote, self.cache.fence())
         num_samples = sum(len(item.samplers) for item in plan.scheduled)
         result = StepResult([0] * num_samples, failures=self._unreadable(plan))
+        if self.model.device.type == "cpu" and (plan.swap_out or plan.swap_in):
+            result.moved_s = moved_s  # elsewhere they are only under way by now
         batch = self._batches.build(plan, without=frozenset(result.failures))
         if batch.items:
             hidden = self.model.forward(batch.flat, self.cache.pool)
             self._report_prompts(batch, hidden, result)
             self._sample(batch, hidden, result)
+        if self._disk is not None:
+            wait_s = 0.0 if plan.scheduled else _DISK_PATIENCE_S
+            result.transfer_ends = self._disk.ends(wait_s=wait_s)
         return result
 
     def release(self, request_id: str) -> None:
@@ -66,8 +94,31 @@ class TorchExecutor:
 
     def close(self) -> None:
         """See ``Executor``. The executor must not be used afterwards."""
+        if self._disk is not None:
+            self._disk.close()
         self.cache.synchronize()
         del self.cache
+
+    def _move(self, plan: StepPlan) -> float:
+        """The plan's moves; the pool grows before and shrinks after them.
+
+        Returns:
+            Seconds that those between the pools took.
+        """
+        cache, num_blocks = self.cache, plan.num_blocks
+        if num_blocks is not None and num_blocks > cache.num_blocks:
+            cache.resize(num_blocks)
+        started = time.perf_counter()
+        cache.swap_out(plan.swap_out)
+        swapped_out = time.perf_counter()
+        cache.copy(plan.relocate)
+        relocated = time.perf_counter()
+        cache.swap_in(plan.swap_in)
+        moved_s = time.perf_counter() - relocated + swapped_out - started
+        cache.copy(plan.copy)
+        if num_blocks is not None and num_blocks < cache.num_blocks:
+            cache.resize(num_blocks)
+        return moved_s
 
     def _unreadable(self, plan: StepPlan) -> dict[str, str]:
         """Requests with a token that the model does not have: they must not fail the batch.

@@ -12,9 +12,17 @@ while scheduler.has_unfinished:
 from layby.scheduling.blocks import BlockPool, OutOfBlocksError, PoolState
 from layby.scheduling.budget import SchedulingBudget
 from layby.scheduling.config import SchedulerConfig
+from layby.scheduling.costs import Decision, MoveCosts
 from layby.scheduling.memory import KVMemory
 from layby.scheduling.metrics import SchedulerMetrics
-from layby.scheduling.plan import BlockMove, PreemptionMode, ScheduledSequence, StepPlan
+from layby.scheduling.plan import (
+    BlockMove,
+    PreemptionMode,
+    ScheduledSequence,
+    StepPlan,
+    Transfer,
+    TransferEnd,
+)
 from layby.scheduling.policy import POLICIES, Phase, Policy, SwappedFirst
 from layby.scheduling.queues import RequestQueue
 from layby.scheduling.request import (
@@ -32,7 +40,9 @@ __all__ = [
     "BlockPool",
     "FinishReason",
     "Fit",
+    "Decision",
     "IdleState",
+    "MoveCosts",
     "IllegalTransitionError",
     "KVMemory",
     "OutOfBlocksError",
@@ -51,4 +61,6 @@ __all__ = [
     "Sequence",
     "StepPlan",
     "SwappedFirst",
+    "Transfer",
+    "TransferEnd",
 ]

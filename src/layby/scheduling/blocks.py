@@ -33,19 +33,45 @@ class BlockPool:
 
     Every operation costs O(blocks touched).
 
+    The pool can be closed down to fewer blocks while some of the others are held: those are
+    stranded until they are released or moved, and count as blocks of the pool so long.
+
     Args:
         num_blocks: Size of the pool, in blocks; may be 0.
+
+    Attributes:
+        limit: Only blocks below this number are handed out.
+        num_stranded: Held blocks from ``limit`` on.
     """
 
-    __slots__ = ("_content", "_evictable", "_free", "_index", "_ref_counts", "num_blocks")
+    __slots__ = (
+        "_content",
+        "_evictable",
+        "_free",
+        "_index",
+        "_ref_counts",
+        "limit",
+        "num_stranded",
+    )
 
     def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
+        self.limit = num_blocks
+        self.num_stranded = 0
         self._free = list(range(num_blocks - 1, -1, -1))
         self._evictable: OrderedDict[int, None] = OrderedDict()
         self._ref_counts = [0] * num_blocks
         self._content: dict[int, Hashable] = {}  # block → content address
         self._index: dict[Hashable, int] = {}  # content address → block
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks there are: those that can be handed out, and stranded ones."""
+        return self.limit + self.num_stranded
+
+    @property
+    def extent(self) -> int:
+        """Block numbers are below this; more than ``limit`` until ``trim``."""
+        return len(self._ref_counts)
 
     @property
     def num_free(self) -> int:
@@ -110,7 +136,10 @@ class BlockPool:
                 raise OutOfBlocksError(f"block {block} was released more often than it was taken")
             counts[block] = count
             if count == 0:
-                if block in content:
+                if block >= self.limit:
+                    self._forget(block)
+                    self.num_stranded -= 1
+                elif block in content:
                     self._evictable[block] = None
                 else:
                     self._free.append(block)
@@ -150,6 +179,51 @@ class BlockPool:
         self._evictable = OrderedDict.fromkeys(content)
         self._content, self._index = content, index
 
+    # --- another size ---
+
+    def resize(self, num_blocks: int) -> None:
+        """Hand out blocks below this number only. Costs O(size of the pool).
+
+        Free and evictable blocks from there on are given up, held ones are stranded. Blocks that
+        come anew are free.
+        """
+        before, self.limit = self.limit, num_blocks
+        counts = self._ref_counts
+        if num_blocks < before:
+            self._free = [block for block in self._free if block < num_blocks]
+            for block in [block for block in self._evictable if block >= num_blocks]:
+                del self._evictable[block]
+                self._forget(block)
+        else:
+            counts += [0] * (num_blocks - len(counts))
+            opened = [block for block in range(before, num_blocks) if counts[block] == 0]
+            self._free = opened[::-1] + self._free  # the lower ones are taken first
+        self.num_stranded = sum(count > 0 for count in counts[num_blocks:])
+
+    def relocate(self, block: int) -> int:
+        """Give a stranded block's holders and known content to a free block; returns that one.
+
+        Raises:
+            OutOfBlocksError: There is none.
+        """
+        [new] = self.allocate(1)
+        self._ref_counts[new], self._ref_counts[block] = self._ref_counts[block], 0
+        self.num_stranded -= 1
+        if block in self._content:
+            address = self._content[new] = self._content.pop(block)
+            self._index[address] = new
+        return new
+
+    def trim(self) -> None:
+        """Forget the block numbers that are given up; nothing may be stranded."""
+        assert self.num_stranded == 0, f"{self.num_stranded} blocks from {self.limit} on are held"
+        del self._ref_counts[self.limit :]
+
+    def _forget(self, block: int) -> None:
+        """The block's content cannot be found any more."""
+        if block in self._content:
+            del self._index[self._content.pop(block)]
+
     def check_integrity(self) -> None:
         """Verify free + evictable + held = total and that the indexes agree.
 
@@ -159,6 +233,8 @@ class BlockPool:
         held = sum(count > 0 for count in self._ref_counts)
         total = len(self._free) + len(self._evictable) + held
         assert total == self.num_blocks, f"{total} blocks accounted for of {self.num_blocks}"
+        assert self.num_stranded == sum(count > 0 for count in self._ref_counts[self.limit :])
+        assert all(block < self.limit for block in (*self._free, *self._evictable))
         assert all(self._ref_counts[b] == 0 and b not in self._content for b in self._free)
         assert all(self._ref_counts[b] == 0 and b in self._content for b in self._evictable)
         assert {block: address for address, block in self._index.items()} == self._content

@@ -36,14 +36,15 @@ class Intake:
                 param="max_tokens",
             )
         needed = self.memory.worst_case_blocks(request)
-        if needed > config.num_blocks:
+        num_blocks = self.memory.target_blocks
+        if needed > num_blocks:
             samples = f", n {request.n}" if request.n > 1 else ""
             raise RequestTooLargeError(
                 f"the prompt's {request.num_prompt_tokens} tokens with max_tokens "
                 f"{request.max_tokens}{samples} need {needed} KV blocks of {config.block_size} "
-                f"tokens, but the pool has {config.num_blocks}",
+                f"tokens, but the pool has {num_blocks}",
                 needed_blocks=needed,
-                total_blocks=config.num_blocks,
+                total_blocks=num_blocks,
                 param="max_tokens",
             )
 

@@ -6,7 +6,9 @@ One verb per move, each with the question that must be asked first::
     growth      → grow       blocks, and private copies, for the next token
     can_park    → park       device → swap pool
     resume_need → resume     swap pool → device; content still on the device is not moved
+                  lose       parked → nowhere
                   drop       device → nowhere: the tokens stay, their KV does not
+                  relocate   stranded blocks → free blocks of a device pool that shrinks
                   fork       samples share what their prompt has computed
                   release    a sequence has ended
 """
@@ -14,10 +16,11 @@ One verb per move, each with the question that must be asked first::
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 from layby.scheduling.blocks import BlockPool
+from layby.scheduling.costs import LeavingLoad
 from layby.scheduling.plan import BlockMove
 from layby.scheduling.request import Request, Sequence
 
@@ -33,19 +36,34 @@ class _Placement:
 
 
 class KVMemory:
-    """Block tables of all requests over the two pools.
+    """Block tables of all requests over the pools.
+
+    Parked work comes and goes through the swap pool. What is moved between that and the disk is
+    decided in ``tiers.py``.
 
     Args:
-        num_blocks, num_swap_blocks: Pool sizes in blocks.
+        num_blocks, num_swap_blocks, num_disk_blocks: Pool sizes in blocks.
         block_size: Token slots per block.
         enable_prefix_caching: Find full blocks by content.
+
+    Attributes:
+        target_blocks: Size that the device pool is to have; new requests must fit into it. The
+            pool itself is larger while a live request may come to need more.
     """
 
     def __init__(
-        self, num_blocks: int, num_swap_blocks: int, block_size: int, *, enable_prefix_caching: bool
+        self,
+        num_blocks: int,
+        num_swap_blocks: int,
+        block_size: int,
+        *,
+        enable_prefix_caching: bool,
+        num_disk_blocks: int = 0,
     ) -> None:
         self.device = BlockPool(num_blocks)
         self.swap = BlockPool(num_swap_blocks)
+        self.disk = BlockPool(num_disk_blocks)
+        self.target_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         # Swap blocks being read by the step in flight: swap-outs are executed before swap-ins, so
@@ -74,16 +92,16 @@ class KVMemory:
         return shared + n * (self.blocks_for(num_prompt_tokens + max_tokens - 1) - shared)
 
     def max_output_tokens(self, num_prompt_tokens: int, n: int) -> int:
-        """Largest ``max_tokens`` whose worst case fits the device pool; 0 if the prompt does not.
+        """Largest ``max_tokens`` whose worst case fits the target; 0 if the prompt does not.
 
         O(1).
         """
         shared = num_prompt_tokens // self.block_size
-        per_sequence = (self.device.num_blocks - shared) // n
+        per_sequence = (self.target_blocks - shared) // n
         positions = (shared + per_sequence) * self.block_size
         if per_sequence >= 0 and positions > num_prompt_tokens:
             return positions - num_prompt_tokens + 1
-        return int(self.blocks_for(num_prompt_tokens) <= self.device.num_blocks)
+        return int(self.blocks_for(num_prompt_tokens) <= self.target_blocks)
 
     def held_blocks(self, request: Request) -> int:
         """Different device blocks in the request's tables."""
@@ -252,6 +270,32 @@ class KVMemory:
             return None  # the next token starts a block of its own, or none is stored yet
         return place if self.device.ref_count(seq.block_table[place]) > 1 else None
 
+    def relocate(self, running: Iterable[Request]) -> tuple[list[BlockMove], list[Request]]:
+        """Move stranded blocks into free ones. Only called when there are as many.
+
+        Returns:
+            The moves to make, none for blocks without anything computed in them, and the requests
+            whose tables have changed.
+        """
+        limit = self.device.limit
+        new_of: dict[int, int] = {}
+        stored: set[int] = set()
+        moved: dict[Request, None] = {}
+        for request in running:
+            for seq in request.sequences:
+                num_stored = self.blocks_for(seq.num_computed)
+                for place, block in enumerate(seq.block_table):
+                    if block < limit:
+                        continue
+                    if block not in new_of:
+                        new_of[block] = self.device.relocate(block)
+                    if place < num_stored:
+                        stored.add(block)
+                    seq.block_table[place] = new_of[block]
+                    moved[request] = None
+        moves = [BlockMove(block, new) for block, new in new_of.items() if block in stored]
+        return moves, list(moved)
+
     def fork(self, request: Request) -> None:
         """Let the other samples share what the first has computed of the prompt."""
         first, *others = request.sequences
@@ -273,14 +317,21 @@ class KVMemory:
 
     # --- device ↔ swap pool ---
 
-    def can_park(self, request: Request) -> bool:
+    def can_park(self, request: Request, *, spare: int = 0) -> bool:
         """Whether the swap pool can take what the request has computed.
+
+        ``spare`` blocks of it are held, but could be given up at once.
 
         A request that has computed nothing has nothing to park. One whose samples still wait for
         their common prefix to be computed again cannot be parked: their KV has a gap.
         """
         stored = self._stored_blocks(request)
-        return bool(stored) and request.prefix_owner is None and len(stored) <= self.swap.num_free
+        room = self.swap.num_free + spare
+        return bool(stored) and request.prefix_owner is None and len(stored) <= room
+
+    def stored_blocks(self, request: Request) -> int:
+        """Different device blocks with something computed in them: what parking would move."""
+        return len(self._stored_blocks(request))
 
     def park(self, request: Request) -> list[BlockMove]:
         """Move what is computed to the swap pool and leave the device; returns the moves."""
@@ -295,6 +346,20 @@ class KVMemory:
             placed.update(seq.swap_table)
         self._leave_device(request)
         return moves
+
+    def leaving_load(self, request: Request) -> LeavingLoad:
+        """What moving the request out and back would take, against computing it again.
+
+        What others hold stays on the device; with prefix caching it is found there by either way.
+        """
+        stored = self._stored_blocks(request)
+        own = Counter(block for seq in request.live_sequences for block in seq.block_table)
+        kept = sum(self.device.ref_count(block) > own[block] for block in stored)
+        kept *= self.enable_prefix_caching
+        positions = sum(seq.num_computed for seq in request.live_sequences)
+        found = kept if request.use_prefix_cache else 0
+        tokens = min(positions, (len(stored) - found) * self.block_size)
+        return LeavingLoad(len(stored), len(stored) - kept, tokens)
 
     def _stored_blocks(self, request: Request) -> list[int]:
         """Different device blocks with something computed in them, in table order."""
@@ -354,6 +419,7 @@ class KVMemory:
             placed.update(seq.swap_table)
             self._leaving += seq.swap_table
             seq.swap_table = []
+        self.leave_disk(request)
         # Findable when the moves are done: a step that breaks off must not leave a false promise.
         self._arriving += [
             (block, address)
@@ -393,15 +459,34 @@ class KVMemory:
             seq.num_computed = seq.num_published = 0
         request.prefix_owner = None
 
+    def lose(self, request: Request) -> None:
+        """Forget a parked request's KV; its tokens stay."""
+        self.leave_swap(request)
+        self.leave_disk(request)
+        self.drop(request)
+
+    def leave_swap(self, request: Request) -> None:
+        """Give up a parked request's place in the swap pool."""
+        for seq in request.live_sequences:
+            self.swap.release(seq.swap_table)
+            seq.swap_table = []
+
+    def leave_disk(self, request: Request) -> None:
+        """Give up a parked request's place on disk."""
+        for seq in request.live_sequences:
+            self.disk.release(seq.disk_table)
+            seq.disk_table = []
+
     def release(self, seq: Sequence) -> None:
-        """Give up everything a sequence holds, in either pool."""
+        """Give up everything a sequence holds, in any pool."""
         if seq.request.prefix_owner is seq:
             self._hand_prefix_over(seq)
         if seq.block_table:
             self.publish(seq)
         self.device.release(seq.block_table)
         self.swap.release(seq.swap_table)
-        seq.block_table, seq.swap_table = [], []
+        self.disk.release(seq.disk_table)
+        seq.block_table, seq.swap_table, seq.disk_table = [], [], []
 
     def _hand_prefix_over(self, owner: Sequence) -> None:
         """Another sample goes on with computing the prefix that all of them share."""
@@ -417,19 +502,36 @@ class KVMemory:
             self.device.release(seq.block_table)
             seq.block_table = []
 
-    def check_integrity(self, requests: list[Request]) -> None:
-        """Verify both pools, and that reference counts equal what the tables hold.
+    def check_integrity(
+        self,
+        requests: list[Request],
+        *,
+        moving_swap: Iterable[int] = (),
+        moving_disk: Iterable[int] = (),
+    ) -> None:
+        """Verify all pools, and that reference counts equal what the tables hold.
+
+        Args:
+            requests: All that are alive.
+            moving_swap, moving_disk: Blocks that transfers hold, beside the tables.
 
         Raises:
             AssertionError: They do not.
         """
-        self.device.check_integrity()
-        self.swap.check_integrity()
+        for pool in (self.device, self.swap, self.disk):
+            pool.check_integrity()
         on_device = Counter(b for r in requests for seq in r.sequences for b in seq.block_table)
         in_swap = Counter(b for r in requests for seq in r.sequences for b in seq.swap_table)
         in_swap.update(self._leaving)
-        for pool, tables in ((self.device, on_device), (self.swap, in_swap)):
-            for block in range(pool.num_blocks):
+        in_swap.update(moving_swap)
+        on_disk = Counter(b for r in requests for seq in r.sequences for b in seq.disk_table)
+        on_disk.update(moving_disk)
+        for pool, tables in (
+            (self.device, on_device),
+            (self.swap, in_swap),
+            (self.disk, on_disk),
+        ):
+            for block in range(pool.extent):
                 assert pool.ref_count(block) == tables[block], (
                     f"block {block} counts {pool.ref_count(block)} holders, "
                     f"but stands {tables[block]} times in the tables"

@@ -39,7 +39,7 @@ class Policy:
     def urgency(self, request: Request) -> Urgency:
         """Place within every queue: class, then arrival; ``order`` settles ties."""
         assert request.arrival_time is not None
-        return (request.priority, request.arrival_time, request.order)
+        return (request.rank, request.arrival_time, request.order)
 
     def victim(self, candidates: Iterable[Request]) -> Request:
         """Whom to preempt: the least urgent, latest-arrived of the candidates (at least one)."""
@@ -60,7 +60,7 @@ class Policy:
         Blockers are the swapped requests and those preempted in this step. Only a strictly more
         urgent class goes ahead of them.
         """
-        return all(request.priority < blocker.priority for blocker in blockers)
+        return all(request.claim < blocker.rank for blocker in blockers)
 
     def headroom_blocks(
         self, memory: KVMemory, running: Iterable[Request], *, num_seqs: int

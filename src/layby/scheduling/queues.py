@@ -45,6 +45,11 @@ class RequestQueue:
         """The most urgent request, or None."""
         return self._entries[0][1] if self._entries else None
 
+    @property
+    def tail(self) -> Request | None:
+        """The least urgent request, or None."""
+        return self._entries[-1][1] if self._entries else None
+
     def _index(self, request: Request) -> int | None:
         index = bisect_left(self._entries, self._urgency(request), key=_urgency_of)
         if index < len(self._entries) and self._entries[index][1] is request:

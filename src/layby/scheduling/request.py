@@ -6,6 +6,7 @@ import hashlib
 import math
 from array import array
 from collections.abc import Hashable, Iterable
+from collections.abc import Sequence as SequenceOf
 from enum import Enum
 from typing import Protocol
 
@@ -28,7 +29,11 @@ _NEXT = {
         RequestStatus.WAITING,  # by recompute only
         RequestStatus.FINISHED,
     },
-    RequestStatus.SWAPPED: {RequestStatus.RUNNING, RequestStatus.FINISHED},
+    RequestStatus.SWAPPED: {
+        RequestStatus.RUNNING,
+        RequestStatus.WAITING,  # only when its KV is lost
+        RequestStatus.FINISHED,
+    },
     RequestStatus.FINISHED: set(),
 }
 
@@ -69,6 +74,7 @@ class Sequence:
         is_decoding: All tokens but the last one sampled are stored.
         block_table: Device blocks that hold positions 0, 1, … ; empty off the device.
         swap_table: The same in the swap pool; empty unless the request is swapped.
+        disk_table: The same on disk, below the swap pool. A swapped request may be in both.
         finish_reason: None while it is alive.
     """
 
@@ -76,6 +82,7 @@ class Sequence:
         "_num_computed",
         "block_hashes",
         "block_table",
+        "disk_table",
         "finish_reason",
         "index",
         "is_decoding",
@@ -103,6 +110,7 @@ class Sequence:
         self.num_published = 0  # full blocks that others can find by their content
         self.block_table: list[int] = []
         self.swap_table: list[int] = []
+        self.disk_table: list[int] = []
         self.block_hashes: list[Hashable] = []
         self.finish_reason: FinishReason | None = None
         self.stop_token: int | None = None
@@ -180,6 +188,15 @@ def _check_integers(request_id: str, **counts: int) -> None:
             )
 
 
+def check_priority(request_id: str, priority: object) -> None:
+    """Raise InvalidRequestError unless it is an integer."""
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise InvalidRequestError(
+            f"priority of request {request_id} must be an integer, got {priority!r}",
+            param="priority",
+        )
+
+
 class Request:
     """One call by a user; its sequences are scheduled and parked together.
 
@@ -207,7 +224,10 @@ class Request:
 
     __slots__ = (
         "arrival_time",
+        "claim",
         "content",
+        "demoted_at_tokens",
+        "entered_step",
         "finish_time",
         "first_token_time",
         "max_tokens",
@@ -219,6 +239,7 @@ class Request:
         "payload",
         "prefix_owner",
         "priority",
+        "rank",
         "request_id",
         "salt",
         "sequences",
@@ -227,6 +248,8 @@ class Request:
         "swapped_since",
         "swapped_s",
         "use_prefix_cache",
+        "waited_s",
+        "waits_since",
     )
 
     def __init__(
@@ -251,11 +274,7 @@ class Request:
                 f"the prompt of request {request_id} is empty", param="prompt"
             )
         _check_integers(request_id, max_tokens=max_tokens, n=n, min_tokens=min_tokens)
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise InvalidRequestError(
-                f"priority of request {request_id} must be an integer, got {priority!r}",
-                param="priority",
-            )
+        check_priority(request_id, priority)
         if arrival_time is not None and not math.isfinite(arrival_time):
             raise InvalidRequestError(
                 f"arrival_time of request {request_id} is {arrival_time}", param="arrival_time"
@@ -273,6 +292,7 @@ class Request:
         self.min_tokens = min_tokens
         self.n = n
         self.priority = priority
+        self.claim = self.rank = priority  # how they change: scheduling/classes.py
         self.arrival_time = arrival_time
         self.stop_token_ids = frozenset(stop_token_ids)
         self.salt = hashlib.blake2b(cache_salt.encode(), digest_size=16).digest()
@@ -285,10 +305,16 @@ class Request:
         # Set while diverged samples wait for one of them to compute their common prefix again.
         self.prefix_owner: Sequence | None = None
         self.num_preemptions = 0
+        self.entered_step = 0  # in which it came to run last
         self.first_token_time: float | None = None
         self.finish_time: float | None = None
         self.swapped_since: float | None = None
         self.swapped_s = 0.0
+        self.demoted_at_tokens = 0  # output tokens when its class was set or it last sank
+        self.waited_s = 0.0  # before it came to the device last; kept where waiting counts
+        # Off the device, where waiting counts: when it would have begun to wait, had it done so
+        # in one go.
+        self.waits_since: float | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -319,10 +345,45 @@ class Request:
             return int(self.sequences[0].finish_reason is None)
         return self.n - sum(seq.finish_reason is not None for seq in self.sequences)
 
+    def shorten(self, max_tokens: int) -> None:
+        """Allow fewer output tokens per sequence than before; only before it is queued."""
+        self.max_tokens = max_tokens
+        self.sequences[0].most_tokens = self.num_prompt_tokens + max_tokens
+
     def fork(self) -> None:
         """Give every sample its own sequence, each with the tokens of the first."""
         tokens = self.sequences[0].tokens
         self.sequences += [Sequence(self, index, list(tokens)) for index in range(1, self.n)]
+
+    def continue_from(self, outputs: SequenceOf[tuple[list[int], FinishReason | None]]) -> None:
+        """Take up the samples where an earlier process left them; before the request is added.
+
+        Their KV is computed again from their tokens, as after a preemption by recompute.
+
+        Args:
+            outputs: For every sample its output tokens, at least one, and why it ended.
+
+        Raises:
+            ValueError: Not so many samples, none that is to go on, or one that has no room to.
+        """
+        if len(outputs) != self.n:
+            raise ValueError(f"request {self.request_id} has {self.n} samples, not {len(outputs)}")
+        if all(reason is not None for _, reason in outputs):
+            raise ValueError(f"no sample of request {self.request_id} is to go on")
+        for index, (tokens, reason) in enumerate(outputs):
+            most = self.max_tokens if reason is not None else self.max_tokens - 1
+            if not 1 <= len(tokens) <= most:
+                raise ValueError(
+                    f"sample {index} of request {self.request_id} cannot go on from "
+                    f"{len(tokens)} of {self.max_tokens} tokens"
+                )
+        prompt = self.sequences[0].tokens
+        self.sequences = [
+            Sequence(self, index, prompt + tokens) for index, (tokens, _) in enumerate(outputs)
+        ]
+        for seq, (_, reason) in zip(self.sequences, outputs, strict=True):
+            seq.finish_reason = reason
+            seq.most_computed = seq.num_tokens - 1
 
     def unfork(self) -> None:
         """Undo a fork whose step was not taken."""
@@ -341,4 +402,4 @@ class Request:
         self.status = status
 
     def __repr__(self) -> str:
-        return f"Request({self.request_id}, {self.status.value}, priority {self.priority})"
+        return f"Request({self.request_id}, {self.status.value}, class {self.rank})"

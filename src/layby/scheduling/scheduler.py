@@ -2,24 +2,47 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from enum import Enum
 
-from layby.errors import InvalidRequestError
+from layby.errors import ConfigError, InvalidRequestError
 from layby.scheduling.blocks import BlockPool, PoolState
 from layby.scheduling.budget import SchedulingBudget
+from layby.scheduling.classes import Classes
 from layby.scheduling.config import SchedulerConfig
+from layby.scheduling.costs import Decision, MoveCosts, decide
 from layby.scheduling.intake import Intake
 from layby.scheduling.memory import KVMemory
 from layby.scheduling.metrics import SchedulerMetrics
-from layby.scheduling.plan import PreemptionMode, ScheduledSequence, StepPlan
+from layby.scheduling.plan import (
+    BlockMove,
+    PreemptionMode,
+    ScheduledSequence,
+    StepPlan,
+    TransferEnd,
+)
 from layby.scheduling.policy import POLICIES, Phase, Policy
 from layby.scheduling.queues import RequestQueue
-from layby.scheduling.request import FinishReason, Request, RequestStatus, Sequence
+from layby.scheduling.request import (
+    FinishReason,
+    Request,
+    RequestStatus,
+    Sequence,
+    check_priority,
+)
+from layby.scheduling.reserve import UrgentRoom
 from layby.scheduling.steady import SteadyDecodes
+from layby.scheduling.tiers import SwapTiers
+
+logger = logging.getLogger("layby.scheduling")
+
+MOST_DOUBLINGS = 6
+"""How often the time for which a resumed request is protected doubles."""
 
 
 class Fit(Enum):
@@ -34,14 +57,17 @@ class IdleState:
     """Everything the decisions of a scheduler without requests depend on, but its configuration.
 
     Attributes:
-        num_steps, num_added: Steps decided and requests accepted so far: both are numbered on.
-        device, swap: The block pools.
+        num_steps, num_added, num_transfers: Steps decided, requests accepted and transfers begun so
+            far: all are numbered on.
+        device, swap, disk: The block pools.
     """
 
     num_steps: int
     num_added: int
+    num_transfers: int
     device: PoolState
     swap: PoolState
+    disk: PoolState
 
 
 @dataclass(slots=True)
@@ -51,11 +77,14 @@ class _Step:
     ``set_aside_blocks`` are device blocks that running work needs in this very step and has not
     taken yet: nobody who comes in may have them. ``entered`` came in during this step and is no
     victim in it; ``planned`` has its tokens, which are in ``scheduled``. Steady decodes appear in
-    none of them.
+    none of them. ``background_tokens`` are what less urgent prefills may still take;
+    ``prefill_class`` is the most urgent class that prefills.
     """
 
     plan: StepPlan
     budget: SchedulingBudget
+    background_tokens: int
+    prefill_class: float = math.inf
     set_aside_blocks: int = 0
     entered: set[Request] = field(default_factory=set)
     planned: set[Request] = field(default_factory=set)
@@ -96,27 +125,43 @@ class Scheduler:
             config.num_swap_blocks,
             config.block_size,
             enable_prefix_caching=config.enable_prefix_caching,
+            num_disk_blocks=config.num_disk_blocks,
         )
         self._intake = Intake(config, self.memory)
+        self._urgent = UrgentRoom(config.urgent_window)
+        self._costs: MoveCosts | None = None
         self.waiting = RequestQueue(self.policy.urgency)
         self.running = RequestQueue(self.policy.urgency)
         self.swapped = RequestQueue(self.policy.urgency)
+        self._executor_blocks = config.num_blocks  # what it was last told of the device pool
         self.requests: dict[str, Request] = {}
         # The running queue again, divided: those that go on by themselves, and the others.
         self._steady = SteadyDecodes()
         self._attended: set[Request] = set()
         self.metrics = SchedulerMetrics()
+        self._queues = {
+            RequestStatus.WAITING: self.waiting,
+            RequestStatus.RUNNING: self.running,
+            RequestStatus.SWAPPED: self.swapped,
+        }
+        self._classes = Classes(config, self._queues, self.metrics)
+        self.tiers = SwapTiers(self.memory, self.swapped, self.metrics)
         self._num_steps = 0
         self._num_added = 0
         self._open_plan: StepPlan | None = None
         self._is_quiet = False  # nothing but decoding happened since the last step was decided
+        self._quiet_until = math.inf  # when more room may be given than in that step
         self._num_queued_seqs = 0  # samples of requests that were never admitted
         self._num_placed_seqs = 0  # live sequences of all others
 
     # --- coming in ---
 
-    def add_request(self, request: Request) -> None:
+    def add_request(self, request: Request, *, was_accepted: bool = False) -> None:
         """Put a new request in the waiting queue.
+
+        Args:
+            request: A new one, or one that continues from what an earlier process had.
+            was_accepted: An earlier process accepted it, so the queue's limit is not asked.
 
         Raises:
             InvalidRequestError: Its id is taken, it has been added before, or it wants more
@@ -135,20 +180,45 @@ class Scheduler:
                 param="request_id",
             )
         self._intake.check_size(request)
-        self._intake.check_queue(request, self._num_queued_seqs, self._num_placed_seqs)
+        if not was_accepted:
+            self._intake.check_queue(request, self._num_queued_seqs, self._num_placed_seqs)
         if request.arrival_time is None:
             request.arrival_time = self.clock()
         self._num_added += 1
         request.order = self._num_added
         self.requests[request.request_id] = request
+        self._classes.begin_wait(request, request.arrival_time)
         self.waiting.add(request)
         self._num_queued_seqs += request.n
         self._is_quiet = False
         self.metrics.requests_accepted += 1
 
+    def check_size(self, request: Request) -> None:
+        """Refuse what could never be served; raises as ``add_request``, which does so, too."""
+        self._intake.check_size(request)
+
     def max_output_tokens(self, num_prompt_tokens: int, n: int = 1) -> int:
         """Largest ``max_tokens`` that context and device pool allow; 0 or less if none does."""
         return self._intake.max_output_tokens(num_prompt_tokens, n)
+
+    def set_priority(self, request_id: str, priority: int) -> bool:
+        """Put a live request into another class, in whichever queue it is; from the next step on.
+
+        Its claims by waiting and its run begin anew.
+
+        Returns:
+            Whether there is such a request.
+
+        Raises:
+            InvalidRequestError: ``priority`` is no integer.
+        """
+        check_priority(request_id, priority)
+        request = self.requests.get(request_id)
+        if request is None:
+            return False
+        self._classes.set_priority(request, priority, self.clock())
+        self._is_quiet = False
+        return True
 
     @property
     def has_unfinished(self) -> bool:
@@ -164,6 +234,10 @@ class Scheduler:
             RuntimeError: ``update`` has not been called for the plan before.
         """
         step = self._stand_fast()
+        if self.is_resizing:
+            self._change_pool(step)
+        if self.config.preemption_threshold < 1:
+            self._park_ahead(step)
         for phase in self.policy.phases:
             match phase:
                 case Phase.SWAPPED:
@@ -173,6 +247,7 @@ class Scheduler:
                 case Phase.WAITING:
                     self._schedule_waiting(step)  # admit new work with what is left
         self._spend_rest(step)
+        self._tend_tiers(step)
         return self._commit_step(step)
 
     def _stand_fast(self) -> _Step:
@@ -184,7 +259,12 @@ class Scheduler:
         step = _Step(
             plan=StepPlan(step=self._num_steps, now=self.clock()),
             budget=SchedulingBudget(self.config.max_num_batched_tokens, self.config.max_num_seqs),
+            background_tokens=self.config.background_tokens,
         )
+        self._classes.promote(step.plan.now)
+        self._classes.demote(self._num_steps)
+        if self._classes.changes:
+            self.tiers.reorder()
         for request in self._attended:
             self._take_seat(request, step)
         self._grow_steady(step)
@@ -202,6 +282,7 @@ class Scheduler:
             return
         for request in due:
             self._steady.discard(request)
+            self._classes.forget_demotion(request)
             self._attended.add(request)
             self._take_seat(request, step)
 
@@ -210,6 +291,7 @@ class Scheduler:
         plan = step.plan
         plan.scheduled = self._steady.turns()
         plan.num_steady = len(plan.scheduled)
+        plan.class_changes, self._classes.changes = self._classes.changes, []
         plan.scheduled += step.scheduled
         plan.num_tokens = plan.num_steady + sum(item.num_tokens for item in step.scheduled)
         plan.num_samples = plan.num_steady + sum(len(item.samplers) for item in step.scheduled)
@@ -218,12 +300,15 @@ class Scheduler:
         metrics.kv_usage_max = max(metrics.kv_usage_max, self.memory.device.usage)
         self._open_plan = plan
         self._is_quiet = not (step.scheduled or plan.preempted)
+        self._quiet_until = self._urgent.changes_at(plan.now)
         return plan
 
     def _schedule_swapped(self, step: _Step) -> None:
         """Bring parked requests back, most urgent first; nobody overtakes the first that must
         stay. A more urgent class that waits goes ahead."""
-        if step.plan.preempted and not self.policy.resumes_after_preemption:
+        if step.plan.preempted and not (
+            self.policy.resumes_after_preemption and step.plan.num_blocks is None
+        ):
             return
         while (request := self.swapped.head) is not None:
             newcomer = self.waiting.head
@@ -240,7 +325,7 @@ class Scheduler:
             if request.status is not RequestStatus.RUNNING or request in step.planned:
                 continue
             while (growth := self.memory.growth(request)) > self.memory.device.num_free:
-                victim = self.policy.victim(r for r in self.running if r not in step.entered)
+                victim = self._victim([r for r in self.running if r not in step.entered])
                 self._preempt(victim, step)
                 if victim is request:
                     break
@@ -262,9 +347,32 @@ class Scheduler:
                     return
             self._admit(request, step)
 
+    def _tend_tiers(self, step: _Step) -> None:
+        """Let parked work move between RAM and disk."""
+        while given_up := self.tiers.tend(step.plan, is_idle=not self.running):
+            for request in given_up:
+                self._lose(request, step.plan.now)
+            step.plan.lost += given_up
+
+    def _park_ahead(self, step: _Step) -> None:
+        """Above the threshold, park the least urgent running work before anybody needs its blocks:
+        as long as a more urgent class runs or has been seen lately, and never all of it."""
+        memory = self.memory
+        while memory.device.num_free < self._spare_blocks and len(self.running) > 1:
+            least = self.running.tail
+            if least is None or not self._yields(least, step.plan.now):
+                return
+            candidates = [r for r in self.running if r.rank == least.rank]
+            # Nobody else would get on if the only one of a class were parked again and again.
+            if len(candidates) == 1 and least.num_preemptions:
+                return
+            self._preempt(self._victim(candidates), step)
+
     # --- questions ---
 
     def _can_resume(self, request: Request, step: _Step) -> Fit:
+        if not self.tiers.is_in_ram(request):
+            return Fit.LATER
         return self._fits(request, self.memory.resume_need(request), step)
 
     def _can_admit(self, request: Request, step: _Step) -> Fit:
@@ -277,10 +385,80 @@ class Scheduler:
             self.memory, self.running, num_seqs=step.budget.curr_seqs
         )
         free = self.memory.device.num_free - step.set_aside_blocks - headroom
+        needed_blocks += self._room_to_keep(request, self.running.tail, step.plan.now)
         affordable = step.budget.can_schedule(
             num_tokens=len(request.ready_sequences), num_seqs=request.num_live_seqs
         )
         return Fit.OK if needed_blocks <= free and affordable else Fit.LATER
+
+    def _victim(self, candidates: list[Request]) -> Request:
+        """Whom to preempt: of the least urgent class, the latest who has not come back just now.
+
+        The head of the running queue, which is always to get on, only if there is no other.
+        """
+        least = max(request.rank for request in candidates)
+        head = self.running.head
+        choices = [
+            request
+            for request in candidates
+            if request.rank == least and request is not head and not self._is_protected(request)
+        ]
+        return self.policy.victim(choices or candidates)
+
+    def _is_protected(self, request: Request) -> bool:
+        """Whether one that was preempted has been back for less than the time it takes to fill a
+        block; twice as long with every time that it was preempted before."""
+        if not request.num_preemptions:
+            return False
+        steps = self._num_steps - request.entered_step
+        return steps < self.config.block_size << min(request.num_preemptions - 1, MOST_DOUBLINGS)
+
+    @property
+    def _spare_blocks(self) -> int:
+        """Blocks above the preemption threshold."""
+        return math.ceil((1 - self.config.preemption_threshold) * self.memory.device.limit)
+
+    def _yields(self, request: Request, now: float) -> bool:
+        """Whether a more urgent class runs, waits or has been seen lately."""
+        return (
+            any(
+                queue.head is not None and queue.head.rank < request.rank
+                for queue in (self.running, self.waiting, self.swapped)
+            )
+            or self._urgent.seen(request.rank, now)
+        )  # fmt: skip
+
+    def _room_to_keep(self, request: Request, least: Request | None, now: float) -> int:
+        """Blocks that a newcomer must leave to more urgent classes, which came to need them lately.
+
+        ``least`` is the least urgent that runs. The first of a class comes in anyhow, so that it
+        gets on.
+        """
+        if least is None or least.rank < request.rank or not self.policy.parks_for_urgent:
+            return 0
+        room = 0
+        if peak := self._urgent.peak(request.rank, now):
+            room = peak - self._held_by(request.rank - 1)
+        if self.config.preemption_threshold < 1 and self._yields(request, now):
+            room = max(room, self._spare_blocks)
+        return max(room, 0)
+
+    def _held_by(self, rank: int) -> int:
+        """Blocks held by the classes up to this one."""
+        least = self.running.tail
+        if least is None or least.rank <= rank:
+            return self.memory.device.num_held
+        held = 0
+        for request in self.running:
+            if request.rank > rank:
+                break
+            held += self.memory.held_blocks(request)
+        return held
+
+    def _note_need(self, request: Request, now: float) -> None:
+        """Remember what this request's class and those more urgent hold."""
+        if self._urgent.window_s:
+            self._urgent.note(request.rank, now, self._held_by(request.rank))
 
     # --- verbs: status, memory and queue change together ---
 
@@ -290,9 +468,11 @@ class Scheduler:
         request.move_to(RequestStatus.RUNNING)
         num_parked = self.memory.parked_blocks(request)
         moves = self.memory.resume(request)
+        self.tiers.forget(request)
         step.plan.swap_in += moves
         step.plan.resumed.append(request)
         step.entered.add(request)
+        request.entered_step = self._num_steps
         self._join_running(request, step)
         self._end_parking(request, step.plan.now)
         self.metrics.swapped_in_blocks += len(moves)
@@ -308,29 +488,56 @@ class Scheduler:
         )
         step.plan.admitted.append(request)
         step.entered.add(request)
+        request.entered_step = self._num_steps
         self._join_running(request, step)
         self._plan_tokens(request, step)
+        self._note_need(request, step.plan.now)
 
     def _preempt(self, victim: Request, step: _Step) -> None:
         """running → swapped, or running → waiting. What this step had planned for the victim is
         undone: its place, its blocks and its share of the budget."""
         self._unplan(victim, step)
         self._leave_running(victim)
-        mode = self.policy.way_out(victim, can_swap=self.memory.can_park(victim))
+        mode = self.policy.way_out(victim, can_swap=self.tiers.can_park(victim))
+        if mode is PreemptionMode.SWAP and (decision := self._weigh(victim)) is not None:
+            mode = decision.mode
+            step.plan.decisions.append(decision)
         if mode is PreemptionMode.SWAP:
+            self.tiers.make_room(victim)
             victim.move_to(RequestStatus.SWAPPED)
             moves = self.memory.park(victim)
-            step.plan.swap_out += moves
+            step.plan.swap_out += _before(step.plan.relocate, moves)
             self.metrics.swapped_out_blocks += len(moves)
             victim.swapped_since = step.plan.now
+            self._classes.begin_wait(victim, step.plan.now)
             self.swapped.add(victim)
         else:
             victim.move_to(RequestStatus.WAITING)
             self.memory.drop(victim)
+            self._classes.begin_wait_again(victim, step.plan.now)
             self.waiting.add(victim)
         victim.num_preemptions += 1
         step.plan.preempted.append((victim, mode))
         self.metrics.count_preemption(mode)
+
+    def _weigh(self, victim: Request) -> Decision | None:
+        """Which way out is cheaper for one that could be parked; None if nobody asks or knows."""
+        if self._costs is None or self.config.preemption_mode != "auto":
+            return None
+        load = self.memory.leaving_load(victim)
+        decision = decide(victim.request_id, load, self._costs)
+        self.metrics.count_decision(decision.mode)
+        logger.debug(
+            "%s leaves by %s: swap %.2f ms (%d blocks out, %d in), recompute %.2f ms (%d tokens)",
+            victim.request_id,
+            decision.mode.value,
+            1e3 * decision.swap_s,
+            load.blocks_out,
+            load.blocks_in,
+            1e3 * decision.recompute_s,
+            load.tokens,
+        )
+        return decision
 
     def _make_room(self, newcomer: Request, step: _Step) -> None:
         """Preempt running work of less urgent classes for a newcomer, if that gets him in.
@@ -341,10 +548,12 @@ class Scheduler:
             newcomer.ready_sequences
         ):
             return
+        # Nobody leaves for the sake of who is less urgent than somebody who just came back.
+        bar = max([newcomer.claim, *(request.rank for request in step.plan.resumed)])
         candidates = [
             request
             for request in self.running
-            if request.priority > newcomer.priority and request not in step.entered
+            if request.rank > bar and request not in step.entered
         ]
         if not candidates:
             return
@@ -352,12 +561,14 @@ class Scheduler:
         staying = [request for request in self.running if request not in leaving]
         seats = step.budget.curr_seqs - sum(request.num_live_seqs for request in candidates)
         headroom = self.policy.headroom_blocks(self.memory, staying, num_seqs=seats)
+        least = staying[-1] if staying else None
+        headroom += self._room_to_keep(newcomer, least, step.plan.now)
         if seats + newcomer.num_live_seqs > step.budget.max_num_seqs or not self.memory.would_fit(
             newcomer, without=candidates, headroom=headroom
         ):
             return
         while candidates and self._can_admit(newcomer, step) is Fit.LATER:
-            victim = self.policy.victim(candidates)
+            victim = self._victim(candidates)
             candidates.remove(victim)
             self._preempt(victim, step)
 
@@ -366,10 +577,14 @@ class Scheduler:
         match request.status:
             case RequestStatus.WAITING:
                 self._leave_waiting(request)
+                self._classes.end_wait(request, now)
             case RequestStatus.SWAPPED:
                 self.swapped.remove(request)
+                self._classes.end_wait(request, now)
+                self.tiers.forget(request)
                 self._end_parking(request, now)
             case _:
+                self._note_need(request, now)
                 self._leave_running(request)
         request.move_to(RequestStatus.FINISHED)
         self._is_quiet = False
@@ -377,14 +592,20 @@ class Scheduler:
         for seq in request.sequences:
             self.memory.release(seq)
         del self.requests[request.request_id]
+        if self.memory.device.limit > self.memory.target_blocks:
+            self._aim()  # it may have been the one that kept the pool large
+        if not self.requests:
+            self._urgent.forget()  # so that an idle scheduler has no past, see IdleState
 
     def _join_running(self, request: Request, step: _Step) -> None:
+        self._classes.end_wait(request, step.plan.now)
         self.running.add(request)
         self._attended.add(request)
         self._take_seat(request, step)
 
     def _leave_running(self, request: Request) -> None:
         self.running.remove(request)
+        self._classes.forget_demotion(request)
         if not self._steady.discard(request):
             self._attended.remove(request)
 
@@ -428,7 +649,7 @@ class Scheduler:
         newcomer = self.waiting.head
         if newcomer is None or missing == 1:
             return step.budget.remaining_tokens
-        if newcomer.priority < request.priority:
+        if newcomer.claim < request.rank:
             return 0
         if missing > step.budget.token_budget:
             return step.budget.remaining_tokens // 2
@@ -447,6 +668,13 @@ class Scheduler:
         seq, request = item.sequence, item.sequence.request
         missing = seq.num_tokens - item.start - item.num_tokens
         extra = min(missing, most_tokens)
+        if extra and self._urgent.seen(request.rank, step.plan.now):
+            # A long step is a long wait for the urgent one who comes while it runs.
+            is_in_the_way = step.prefill_class < request.rank
+            extra = 0 if is_in_the_way else min(extra, step.background_tokens)
+            step.background_tokens -= extra
+        if extra:
+            step.prefill_class = min(step.prefill_class, request.rank)
         step.budget.add(num_tokens=extra, num_seqs=0)
         item.num_tokens += extra
         if extra < missing:
@@ -511,6 +739,7 @@ class Scheduler:
                 reason = self._append(seq, token, now)
                 if reason is not None and self._end_sequence(seq, reason, now):
                     finished.append(request)
+            self._classes.has_run(item.sequence)
             self._settle_down(request)
         return finished
 
@@ -539,6 +768,7 @@ class Scheduler:
         if room > 0:
             self._attended.remove(request)
             self._steady.add(request, until_step=self._num_steps + room + 1)
+            self._classes.book_demotion(request, self._num_steps)
 
     def _commit(self, item: ScheduledSequence) -> None:
         """The sequence's positions are stored; those done before count as recomputed."""
@@ -582,6 +812,50 @@ class Scheduler:
         self.metrics.requests_finished += 1
         return True
 
+    # --- what parked work went through ---
+
+    def transfers_ended(self, ends: Iterable[TransferEnd]) -> list[Request]:
+        """Take the ends of transfers between RAM and disk, after ``update``.
+
+        Returns:
+            Requests whose KV could not be read back; they are in the waiting queue now.
+
+        Raises:
+            ValueError: There is no such transfer.
+        """
+        lost = []
+        now = self.clock()
+        for end in ends:
+            self._is_quiet = False
+            if (request := self.tiers.end(end)) is not None:
+                self._lose(request, now)
+                lost.append(request)
+        return lost
+
+    def lose_kv(self, request_id: str) -> bool:
+        """swapped → waiting: a parked request's KV is gone, and is to be computed again.
+
+        Returns:
+            False if no request of this id is parked.
+        """
+        request = self.requests.get(request_id)
+        if request is None or request.status is not RequestStatus.SWAPPED:
+            return False
+        self._lose(request, self.clock())
+        return True
+
+    def _lose(self, request: Request, now: float) -> None:
+        self.swapped.remove(request)
+        self.tiers.forget(request)
+        self._classes.end_wait(request, now)
+        request.move_to(RequestStatus.WAITING)
+        self.memory.lose(request)
+        self._end_parking(request, now)
+        self._classes.begin_wait_again(request, now)
+        self.waiting.add(request)
+        self._is_quiet = False
+        self.metrics.kv_losses += 1
+
     # --- many steps at once ---
 
     def quiet_steps(self) -> int:
@@ -589,12 +863,23 @@ class Scheduler:
 
         In such a step every running sequence decodes one token, takes a block where it needs one,
         and goes on; who waits or is parked had no room in the last step and has less in these.
-        A sequence that reaches ``max_tokens`` ends in a step of its own. 0 if unknown.
+        A sequence that reaches ``max_tokens`` ends in a step of its own. 0 if unknown. Holds for
+        steps that begin before ``quiet_until()``.
         """
         if not self._is_quiet or self._attended or self._open_plan is not None:
             return 0
+        if self._classes.may_rise:
+            return 0  # at a time, and how long a step takes is not known here
+        if self.tiers.num_transfers:
+            return 0  # their ends come from outside
+        if self.config.preemption_threshold < 1 and self._yields_any():
+            return 0
+        if self.quiet_until() <= self.clock():
+            return 0
         sequences = [item.sequence for item in self._steady.turns()]
         steps = min((seq.most_tokens - len(seq.tokens) for seq in sequences), default=1) - 1
+        to_demotion = self._classes.steps_to_demotion(self._num_steps)
+        steps = steps if to_demotion is None else min(steps, to_demotion)
         if self._blocks_to_grow(sequences, steps) <= self.memory.device.num_free:
             return steps
         return self._steady.steps_with(
@@ -602,6 +887,15 @@ class Scheduler:
             after_step=self._num_steps,
             most=min(steps, self.config.block_size),
         )
+
+    def quiet_until(self) -> float:
+        """When ``quiet_steps`` ends by the clock alone, in seconds on it: room that was kept for
+        urgent work is given up then, and somebody may come in. Infinity if it does not."""
+        return self._quiet_until if self.swapped or self.waiting else math.inf
+
+    def _yields_any(self) -> bool:
+        least = self.running.tail
+        return least is not None and self._yields(least, self.clock())
 
     def skip(self, steps: int, next_token: Callable[[Sequence], int]) -> None:
         """Take so many steps at once.
@@ -640,6 +934,71 @@ class Scheduler:
             max(0, (len(seq.tokens) + steps - 2) // size + 1 - len(seq.block_table))
             for seq in sequences
         )
+
+    # --- the pool's size ---
+
+    def resize(self, num_blocks: int) -> None:
+        """Give the device pool another size; the next step makes it so.
+
+        Who must give way is parked, the least urgent first. Whatever was accepted must still be
+        able to finish: while a live request may come to need more blocks than these, the pool
+        stays as large as that, and shrinks further as such requests end. New requests must fit
+        into ``num_blocks`` from now on. The swap pool stays as it is.
+
+        Raises:
+            ConfigError: ``num_blocks`` is no whole number from 1 up.
+        """
+        if isinstance(num_blocks, bool) or not isinstance(num_blocks, int) or num_blocks < 1:
+            raise ConfigError(f"num_blocks must be an integer of at least 1, got {num_blocks!r}")
+        self.memory.target_blocks = num_blocks
+        self._aim()
+
+    @property
+    def target_blocks(self) -> int:
+        """Size of the device pool that was asked for last."""
+        return self.memory.target_blocks
+
+    @property
+    def is_resizing(self) -> bool:
+        """Whether the next step changes the size of the device pool."""
+        return self.memory.device.limit != self._executor_blocks
+
+    def _aim(self) -> None:
+        """Go for the target, or for what the most demanding live request may come to need."""
+        needs = map(self.memory.worst_case_blocks, self.requests.values())
+        limit = max(self.memory.target_blocks, max(needs, default=0))
+        if limit != self.memory.device.limit:
+            self.memory.device.resize(limit)
+            self._is_quiet = False
+
+    def _change_pool(self, step: _Step) -> None:
+        """Empty the blocks that are given up, by parking if there is no room for what they hold.
+
+        One running request at least stays: the pool is never smaller than its need.
+        """
+        device = self.memory.device
+        while len(self.running) > 1 and (
+            device.num_stranded + step.set_aside_blocks > device.num_free
+        ):
+            self._preempt(self.policy.victim(self.running), step)
+        step.plan.relocate, moved = self.memory.relocate(self.running)
+        for request in moved:  # who knows their block tables by heart must look again
+            if self._steady.discard(request):
+                self._classes.forget_demotion(request)
+                self._attended.add(request)
+        device.trim()
+        step.plan.num_blocks = self._executor_blocks = device.limit
+
+    # --- costs ---
+
+    @property
+    def costs(self) -> MoveCosts | None:
+        """What ``preemption_mode=auto`` decides by; None: not known, and victims are parked."""
+        return self._costs
+
+    def set_costs(self, costs: MoveCosts) -> None:
+        """Decide by these costs from the next step on."""
+        self._costs = costs
 
     # --- ending early ---
 
@@ -686,32 +1045,56 @@ class Scheduler:
         """The blocks parked work lies in."""
         return self.memory.swap
 
+    @property
+    def disk_pool(self) -> BlockPool:
+        """The blocks on disk below it."""
+        return self.memory.disk
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is there, in flight or about to happen: pools that nobody uses."""
+        is_busy = self.requests or self._open_plan is not None or self.tiers.num_transfers
+        return not (is_busy or self.is_resizing or self._classes.changes)
+
     def idle_state(self) -> IdleState:
         """What to ``restore`` in a new scheduler, for it to decide as this one will.
 
         Raises:
-            ValueError: There are requests, or a step is in flight.
+            ValueError: It is not idle.
         """
-        if self.requests or self._open_plan is not None:
-            raise ValueError(f"the scheduler is not idle: it has {len(self.requests)} requests")
+        self._check_idle()
         return IdleState(
             self._num_steps,
             self._num_added,
+            self.tiers.num_begun,
             self.memory.device.idle_state(),
             self.memory.swap.idle_state(),
+            self.memory.disk.idle_state(),
         )
 
     def restore(self, state: IdleState) -> None:
         """Go on where an idle scheduler of the same configuration was.
 
+        The device pool gets the size that it had.
+
         Raises:
-            ValueError: There are requests, or the state is of pools of another size.
+            ValueError: This one is not idle, or the state is of no such scheduler.
         """
-        if self.requests or self._open_plan is not None:
-            raise ValueError(f"the scheduler is not idle: it has {len(self.requests)} requests")
+        self._check_idle()
+        num_blocks = len(state.device.free) + len(state.device.cached)
+        if num_blocks != self.memory.device.num_blocks:
+            self.memory.device.resize(num_blocks)
+            self.memory.device.trim()
+            self.memory.target_blocks = self._executor_blocks = num_blocks
         self.memory.device.restore(state.device)
         self.memory.swap.restore(state.swap)
+        self.memory.disk.restore(state.disk)
         self._num_steps, self._num_added = state.num_steps, state.num_added
+        self.tiers.num_begun = state.num_transfers
+
+    def _check_idle(self) -> None:
+        if not self.is_idle:
+            raise ValueError(f"the scheduler is not idle: it has {len(self.requests)} requests")
 
     def check_integrity(self) -> None:
         """Verify that queues, requests and block pools agree.
@@ -721,12 +1104,7 @@ class Scheduler:
         Raises:
             AssertionError: They do not.
         """
-        queues = {
-            RequestStatus.WAITING: self.waiting,
-            RequestStatus.RUNNING: self.running,
-            RequestStatus.SWAPPED: self.swapped,
-        }
-        assert sum(map(len, queues.values())) == len(self.requests)
+        assert sum(map(len, self._queues.values())) == len(self.requests)
         steady = {item.sequence.request for item in self._steady.turns()}
         assert steady | self._attended == set(self.running)
         assert not steady & self._attended
@@ -734,8 +1112,21 @@ class Scheduler:
         assert self._num_placed_seqs == sum(r.num_live_seqs for r in placed)
         assert self._num_queued_seqs == sum(r.n for r in self.waiting if r.num_preemptions == 0)
         for request in self.requests.values():
-            assert request in queues[request.status]
+            assert request in self._queues[request.status]
             for seq in request.sequences:
                 assert not seq.block_table or request.status is RequestStatus.RUNNING
                 assert not seq.swap_table or request.status is RequestStatus.SWAPPED
-        self.memory.check_integrity(list(self.requests.values()))
+                assert not seq.disk_table or request.status is RequestStatus.SWAPPED
+        last_step = self._num_steps - (self._open_plan is not None)
+        self._classes.check_integrity(self.requests.values(), steady, last_step)
+        self.tiers.check_integrity(self.requests.values())
+        if not self.is_resizing:
+            assert self.memory.device.num_stranded == 0
+
+
+def _before(relocated: list[BlockMove], moves: list[BlockMove]) -> list[BlockMove]:
+    """The same moves out of the places that the blocks have before they are relocated."""
+    if not relocated:
+        return moves
+    old_of = {move.dst: move.src for move in relocated}
+    return [BlockMove(old_of.get(move.src, move.src), move.dst) for move in moves]

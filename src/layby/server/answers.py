@@ -39,8 +39,30 @@ class Echo:
     token_ids: Sequence[int] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What the answer to a call is called, and when the call came (seconds since 1970)."""
+
+    call_id: str
+    created_s: float
+
+    @classmethod
+    def new(cls) -> Head:
+        """Of a call that comes now."""
+        return cls(uuid.uuid4().hex, time.time())
+
+    def fields(self, prefix: str) -> dict[str, Any]:
+        """The same as fields of an answer."""
+        return {"id": f"{prefix}-{self.call_id}", "created": int(self.created_s)}
+
+
 class Answer(Protocol):
     """One endpoint's way to say things."""
+
+    @property
+    def id(self) -> str:
+        """What the answer is called."""
+        ...
 
     def opening(self, index: int, first: RequestDelta) -> Mapping[str, Any] | None:
         """What choice ``index`` begins with before any token, if anything."""
@@ -60,11 +82,18 @@ class Answer(Protocol):
 
 
 class ChatAnswer:
-    """The shapes of /v1/chat/completions."""
+    """The shapes of /v1/chat/completions.
 
-    def __init__(self, model: str, tokenizer: Tokenizer) -> None:
+    Args:
+        model: Name of the served model.
+        tokenizer: Names the tokens.
+        head: Id and time of the call, if they are known from before.
+    """
+
+    def __init__(self, model: str, tokenizer: Tokenizer, head: Head | None = None) -> None:
         self._tokenizer = tokenizer
-        self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time())}
+        self._head = (head or Head.new()).fields("chatcmpl")
+        self.id = str(self._head["id"])
         self._model = model
 
     def opening(self, index: int, first: RequestDelta) -> ChatChunkChoice:
@@ -141,13 +170,20 @@ class CompletionAnswer:
         tokenizer: Names the tokens.
         n: Samples per prompt.
         echoes: One per prompt if the prompts are to be part of the answer.
+        head: Id and time of the call, if they are known from before.
     """
 
     def __init__(
-        self, model: str, tokenizer: Tokenizer, n: int, echoes: Sequence[Echo] = ()
+        self,
+        model: str,
+        tokenizer: Tokenizer,
+        n: int,
+        echoes: Sequence[Echo] = (),
+        head: Head | None = None,
     ) -> None:
         self._tokenizer = tokenizer
-        self._head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time())}
+        self._head = (head or Head.new()).fields("cmpl")
+        self.id = str(self._head["id"])
         self._model = model
         self._n = n
         self._echoes = echoes

@@ -13,11 +13,15 @@ from fastapi.responses import HTMLResponse, RedirectResponse, Response
 import layby
 from layby.engine.async_engine import LONG_WORK, PROMPT_WORK
 from layby.errors import ConfigError, InvalidRequestError, counted, prefixed, shown
+from layby.server.admin import ADMIN_BODIES, add_admin_routes
 from layby.server.answers import ChatAnswer, CompletionAnswer, Echo
 from layby.server.docs_page import render_docs
+from layby.server.durable import DurableRequests, digest_of
 from layby.server.errors import UnknownModelError, error_answer, install_error_handlers
 from layby.server.generation import Call, respond
 from layby.server.http import ApiKeyGuard, Edge, json_response, read_body
+from layby.server.live_calls import LiveCalls
+from layby.server.owners import Owners
 from layby.server.protocol import (
     Body,
     ChatCompletion,
@@ -31,10 +35,12 @@ from layby.server.protocol import (
     Health,
     ModelCard,
     ModelList,
+    PriorityRequest,
     Text,
     TokenizeRequest,
     Tokens,
 )
+from layby.server.requests import add_request_routes
 
 if TYPE_CHECKING:
     from layby.engine import AsyncEngine
@@ -50,16 +56,28 @@ _DESCRIPTION: Final = (
 )
 
 
-def create_app(engine: AsyncEngine, *, api_key: str | Sequence[str] | None = None) -> FastAPI:
+def create_app(
+    engine: AsyncEngine,
+    *,
+    api_key: str | Sequence[str] | None = None,
+    admin_api_key: str | None = None,
+    durable: DurableRequests | None = None,
+    isolate_prefix_cache: bool = False,
+) -> FastAPI:
     """Make the application around a started engine.
 
     Args:
         engine: Runs the requests. The caller starts it and shuts it down.
         api_key: One key or several, any of which opens the paths that are not in
             ``OPEN_PATHS``; None asks for none.
+        admin_api_key: Opens the paths under ``/admin/``; None: there are none.
+        durable: Remembers calls beyond their connection, and has paths to come back to them;
+            None forgets each with its connection. The caller recovers and closes it.
+        isolate_prefix_cache: Calls with different keys share no cached prefixes.
 
     Raises:
-        ConfigError: A key is empty or not ASCII.
+        ConfigError: A key is empty or not ASCII, the admin's is one that others have, too, or
+            prefixes are to be isolated without keys.
     """
     app = FastAPI(
         title="Layby",
@@ -71,14 +89,21 @@ def create_app(engine: AsyncEngine, *, api_key: str | Sequence[str] | None = Non
     )
     app.add_middleware(Edge, engine=engine)
     keys = _api_keys(api_key)
-    if keys:
-        app.add_middleware(ApiKeyGuard, api_keys=keys)
+    if not set(keys).isdisjoint([] if admin_api_key is None else _api_keys([admin_api_key])):
+        raise ConfigError("the admin's API key must differ from the others")
+    if keys or admin_api_key is not None:
+        app.add_middleware(ApiKeyGuard, api_keys=keys, admin_api_key=admin_api_key)
     install_error_handlers(app)
     created = int(time.time())
-    _add_generating_routes(app, engine)
+    owners = Owners(has_keys=bool(keys), isolates_prefixes=isolate_prefix_cache)
+    live = LiveCalls()
+    _add_generating_routes(app, engine, owners, live, durable)
+    add_request_routes(app, engine, owners, live, durable)
     _add_model_routes(app, engine, created)
     _add_operator_routes(app, engine)
-    _describe_bodies(app)
+    if admin_api_key is not None:
+        add_admin_routes(app, engine)
+    _describe_bodies(app, () if admin_api_key is None else ADMIN_BODIES)
     return app
 
 
@@ -90,10 +115,19 @@ def _api_keys(api_key: str | Sequence[str] | None) -> list[str]:
     return keys
 
 
-def _add_generating_routes(app: FastAPI, engine: AsyncEngine) -> None:
+def _add_generating_routes(
+    app: FastAPI,
+    engine: AsyncEngine,
+    owners: Owners,
+    live: LiveCalls,
+    durable: DurableRequests | None,
+) -> None:
     busy: dict[int | str, dict[str, Any]] = {
         **_BAD_INPUT,
-        429: {"model": ErrorAnswer, "description": "The queue is full; see Retry-After"},
+        429: {
+            "model": ErrorAnswer,
+            "description": "The queue is full, or memory saturated; see Retry-After",
+        },
         503: {"model": ErrorAnswer, "description": "The engine takes no work"},
     }
 
@@ -112,8 +146,14 @@ def _add_generating_routes(app: FastAPI, engine: AsyncEngine) -> None:
         prompt = await _encode_chat(
             engine, body.messages, body.add_generation_prompt, body.chat_template_kwargs
         )
-        call = _call(body, [prompt], params, prompt_param="messages")
-        return await respond(engine, request, call, ChatAnswer(engine.model_name, engine.tokenizer))
+        owner = owners.of(request)
+        salt = owners.cache_salt(owner, body.cache_salt)
+        call = _call(body, [prompt], params, salt, prompt_param="messages")
+        if durable is not None:
+            digest = digest_of("chat", body)
+            return await durable.respond(request, call, owner=owner, kind="chat", digest=digest)
+        chat_answer = ChatAnswer(engine.model_name, engine.tokenizer)
+        return await respond(engine, request, call, chat_answer, live=live, owner=owner)
 
     @app.post(
         "/v1/completions",
@@ -133,15 +173,23 @@ def _add_generating_routes(app: FastAPI, engine: AsyncEngine) -> None:
         if body.echo:
             work = sum(map(len, prompts)) + PROMPT_WORK * len(prompts)
             prompts, echoes = await engine.prepare_in_time(partial(_echoes, engine, body), work)
-        call = _call(body, prompts, params, names_index=body.is_list_of_prompts)
+        owner = owners.of(request)
+        salt = owners.cache_salt(owner, body.cache_salt)
+        call = _call(body, prompts, params, salt, names_index=body.is_list_of_prompts)
+        if durable is not None:
+            kind, digest = "completion", digest_of("completion", body)
+            return await durable.respond(
+                request, call, owner=owner, kind=kind, digest=digest, echoes=echoes
+            )
         answer = CompletionAnswer(engine.model_name, engine.tokenizer, params.n, echoes)
-        return await respond(engine, request, call, answer)
+        return await respond(engine, request, call, answer, live=live, owner=owner)
 
 
 def _call(
     body: GenerationRequest,
     prompts: Sequence[str | list[int]],
     params: layby.SamplingParams,
+    cache_salt: str,
     *,
     prompt_param: str = "prompt",
     names_index: bool = False,
@@ -150,7 +198,7 @@ def _call(
         prompts=prompts,
         params=params,
         priority=body.priority,
-        cache_salt=body.cache_salt,
+        cache_salt=cache_salt,
         prompt_param=prompt_param,
         names_index=names_index,
         stream=body.stream,
@@ -311,20 +359,23 @@ def _add_operator_routes(app: FastAPI, engine: AsyncEngine) -> None:
     @app.get(
         "/health",
         summary="Whether the engine takes work",
-        description="For probes and load balancers; needs no key.",
+        description="For probes and load balancers; needs no key. `pressure` is that on memory: "
+        "while it is `saturated`, new work of the lowest class gets 429.",
         responses={
             200: {"model": Health, "description": "It does"},
             503: {"model": Health, "description": "Draining or dead, with the reason"},
         },
     )
     async def health() -> Response:
+        pressure = engine.stats().pressure
         if engine.is_draining:
             reason = "the engine is shutting down: it finishes what it accepted"
-            return json_response({"status": "draining", "reason": reason}, 503)
+            body = {"status": "draining", "pressure": pressure, "reason": reason}
+            return json_response(body, 503)
         if not engine.is_healthy:
             reason = str(engine.error or "the engine has not been started")
-            return json_response({"status": "dead", "reason": reason}, 503)
-        return json_response({"status": "ok"})
+            return json_response({"status": "dead", "pressure": pressure, "reason": reason}, 503)
+        return json_response({"status": "ok", "pressure": pressure})
 
     @app.get(
         "/metrics",
@@ -360,19 +411,22 @@ def _takes(model: type[Body]) -> dict[str, Any]:
     }
 
 
-def _describe_bodies(app: FastAPI) -> None:
-    """Add the models that ``_takes`` refers to to the app's OpenAPI description."""
+def _describe_bodies(app: FastAPI, others: Sequence[type[Body]]) -> None:
+    """Add the models that ``_takes`` refers to, and others, to the app's OpenAPI description."""
     describe_routes = app.openapi
+    models: list[type[Body]] = [
+        ChatCompletionRequest,
+        CompletionRequest,
+        TokenizeRequest,
+        DetokenizeRequest,
+        PriorityRequest,
+        *others,
+    ]
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             schemas = describe_routes().setdefault("components", {}).setdefault("schemas", {})
-            for model in (
-                ChatCompletionRequest,
-                CompletionRequest,
-                TokenizeRequest,
-                DetokenizeRequest,
-            ):
+            for model in models:
                 described = model.model_json_schema(ref_template="#/components/schemas/{model}")
                 schemas.update(described.pop("$defs", {}))
                 schemas[model.__name__] = described

@@ -69,13 +69,13 @@ def example_curl(
 ) -> str:
     """A command that can be pasted into a shell; the key, if one is needed, is left to fill in."""
     url = _shell_quoted(base_url + path.replace("{model}", model))
-    if method == "GET":
-        return f"curl {url}"
+    verb = "" if method in ("GET", "POST") else f" -X {method}"
+    if method in ("GET", "DELETE"):
+        return f"curl{verb} {url}"
     body = json.dumps(_example_body(path, model), ensure_ascii=False)
     key = "  -H 'Authorization: Bearer KEY' \\\n" if needs_key else ""
-    return (
-        f"curl {url} \\\n{key}  -H 'Content-Type: application/json' \\\n  -d {_shell_quoted(body)}"
-    )
+    header = "  -H 'Content-Type: application/json' \\\n"
+    return f"curl{verb} {url} \\\n{key}{header}  -d {_shell_quoted(body)}"
 
 
 def _example_body(path: str, model: str) -> dict[str, Any]:
@@ -86,6 +86,10 @@ def _example_body(path: str, model: str) -> dict[str, Any]:
         case "/v1/completions":
             prompt = "Once upon a time"
             return {"model": model, "prompt": prompt, "max_tokens": 64, "temperature": 0}
+        case "/v1/requests/{request_id}":
+            return {"priority": -1}
+        case "/admin/kv-pool":
+            return {"blocks": 4096}
         case "/tokenize":
             return {"prompt": "Once upon a time"}
         case _:

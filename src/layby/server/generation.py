@@ -8,10 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from fastapi import Request
 from fastapi.responses import Response
@@ -23,6 +31,7 @@ from layby.sampling_params import SamplingParams
 from layby.server.answers import Answer, usage_of
 from layby.server.errors import CLIENT_CLOSED_REQUEST, error_answer
 from layby.server.http import json_response, to_json, unless_disconnected
+from layby.server.live_calls import LiveCalls
 from layby.server.protocol import Usage
 
 if TYPE_CHECKING:
@@ -30,6 +39,9 @@ if TYPE_CHECKING:
     from layby.engine.async_engine import RequestStream
 
 logger = logging.getLogger(__name__)
+
+REQUEST_ID: Final = "X-Request-Id"
+"""The header that tells by what id a call is found; if calls are journalled, they may bring it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,23 +69,56 @@ class Call:
     include_usage: bool
 
 
-async def respond(engine: AsyncEngine, request: Request, call: Call, answer: Answer) -> Response:
+class Deltas(Protocol):
+    """A request's deltas, from the engine or from a record; the last one is ``finished``."""
+
+    def __aiter__(self) -> AsyncIterator[RequestDelta]: ...
+
+    def close(self) -> None:
+        """Stop reading."""
+        ...
+
+
+async def respond(
+    engine: AsyncEngine,
+    request: Request,
+    call: Call,
+    answer: Answer,
+    *,
+    live: LiveCalls,
+    owner: str,
+) -> Response:
     """Run a call and answer it.
+
+    Args:
+        engine: Runs it.
+        request: The HTTP request that made it.
+        call: What it asks for.
+        answer: Gives the shapes.
+        live: Knows the call while it is answered, by the id of its answer.
+        owner: Whose it is.
 
     Raises:
         LaybyError: The call is refused, or, unless it streams, a request of it failed.
     """
+
+    def held(streams: Sequence[RequestStream]) -> AbstractContextManager[None]:
+        return live.holding(owner, answer.id, [stream.request_id for stream in streams])
+
     if call.stream:
-        return EventStream(await _submit(engine, call), call, answer)
-    whole = await unless_disconnected(request.receive, _whole(engine, call, answer))
+        streams = await _submit(engine, call)
+        return EventStream(streams, call, answer, request_id=answer.id, held=held(streams))
+    whole = await unless_disconnected(request.receive, _whole(engine, call, answer, held))
     if whole is None:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
-    return json_response(whole)
+    response = json_response(whole)
+    response.headers[REQUEST_ID] = answer.id
+    return response
 
 
 async def _submit(engine: AsyncEngine, call: Call) -> list[RequestStream]:
     """Hand in all prompts or, if one is refused, none."""
-    try:
+    with refusals_in_callers_words(call):
         return await engine.submit_all(
             call.prompts,
             call.params,
@@ -81,6 +126,13 @@ async def _submit(engine: AsyncEngine, call: Call) -> list[RequestStream]:
             cache_salt=call.cache_salt,
             names_index=call.names_index,
         )
+
+
+@contextmanager
+def refusals_in_callers_words(call: Call) -> Iterator[None]:
+    """Let errors of a submission name what the caller wrote."""
+    try:
+        yield
     except InvalidRequestError as error:
         if error.param == "prompt":
             error.param = call.prompt_param
@@ -90,12 +142,17 @@ async def _submit(engine: AsyncEngine, call: Call) -> list[RequestStream]:
         raise error.with_traceback(None) from None
 
 
-def _close(streams: Iterable[RequestStream]) -> None:
+def _close(streams: Iterable[Deltas]) -> None:
     for stream in streams:
         stream.close()
 
 
-async def _whole(engine: AsyncEngine, call: Call, answer: Answer) -> dict[str, Any]:
+async def _whole(
+    engine: AsyncEngine,
+    call: Call,
+    answer: Answer,
+    held: Callable[[Sequence[RequestStream]], AbstractContextManager[None]],
+) -> dict[str, Any]:
     streams = await _submit(engine, call)
     try:
         outputs = [
@@ -103,10 +160,11 @@ async def _whole(engine: AsyncEngine, call: Call, answer: Answer) -> dict[str, A
             for _ in streams
         ]
         usage = _UsageCounter()
-        async with aclosing(_merged(streams)) as deltas:
-            async for number, delta in deltas:
-                outputs[number].add(delta)
-                usage.add(number, delta)
+        with held(streams):
+            async with aclosing(_merged(streams)) as deltas:
+                async for number, delta in deltas:
+                    outputs[number].add(delta)
+                    usage.add(number, delta)
     finally:
         _close(streams)
     return answer.whole(outputs, usage.total())
@@ -116,21 +174,44 @@ class EventStream(Response):
     """Server-sent events, a chunk for every sample and step, ``[DONE]`` last.
 
     An error in the middle is an event of its own, after which the stream ends without ``[DONE]``.
+
+    Args:
+        streams: One for each prompt.
+        call: What was asked.
+        answer: Gives the shapes.
+        request_id: For the header.
+        held: Entered while the events are sent.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, streams: Sequence[RequestStream], call: Call, answer: Answer) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+    def __init__(
+        self,
+        streams: Sequence[Deltas],
+        call: Call,
+        answer: Answer,
+        *,
+        request_id: str,
+        held: AbstractContextManager[None] | None = None,
+    ) -> None:
+        super().__init__(
+            headers={
+                "Cache-Control": "no-cache",
+                "X-Accel-Buffering": "no",
+                REQUEST_ID: request_id,  # sent at once, the first event maybe much later
+            }
+        )
         del self.headers["content-length"]
         self._streams = streams
         self._call = call
         self._answer = answer
+        self._held = held or nullcontext()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events until the last one, or until the caller hangs up."""
         try:
-            await unless_disconnected(receive, self._send_all(send))
+            with self._held:
+                await unless_disconnected(receive, self._send_all(send))
         finally:
             _close(self._streams)
 
@@ -154,9 +235,9 @@ class EventStream(Response):
         try:
             async with aclosing(_merged(self._streams)) as deltas:
                 async for number, delta in deltas:
-                    choices = self._choices(number, delta, is_first=usage.add(number, delta))
-                    if choices:
-                        yield "".join(self._event([choice]) for choice in choices)
+                    is_first = usage.add(number, delta)
+                    if events := self._events_of(number, delta, is_first=is_first):
+                        yield events
         except Exception as error:
             if not isinstance(error, LaybyError):
                 logger.exception("unforeseen error in the middle of a stream")
@@ -165,6 +246,11 @@ class EventStream(Response):
         if self._call.include_usage:
             yield _data({**self._answer.chunk([]), "usage": usage.total()})
         yield "data: [DONE]\n\n"
+
+    def _events_of(self, number: int, delta: RequestDelta, *, is_first: bool) -> str:
+        """The events that tell of one delta of prompt ``number``; empty if none needs to."""
+        choices = self._choices(number, delta, is_first=is_first)
+        return "".join(self._event([choice]) for choice in choices)
 
     def _choices(
         self, number: int, delta: RequestDelta, *, is_first: bool
@@ -213,7 +299,7 @@ class _UsageCounter:
         return usage_of(sum(self._prompt_tokens.values()), self._completion_tokens)
 
 
-async def _merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, RequestDelta]]:
+async def _merged(streams: Sequence[Deltas]) -> AsyncGenerator[tuple[int, RequestDelta]]:
     """The deltas of all streams as they come, with the number of their stream.
 
     Raises:

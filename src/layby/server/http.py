@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from layby.errors import EngineDrainingError, InvalidRequestError
 from layby.server.errors import error_response
+from layby.server.owners import bearer_token
 from layby.server.protocol import Body, Limits
 
 if TYPE_CHECKING:
@@ -151,16 +152,31 @@ class Edge:
 class ApiKeyGuard:
     """ASGI middleware: everything but ``OPEN_PATHS`` asks for one of the keys.
 
+    Paths under ``/admin/`` ask for the admin's key instead, where there is one.
+
     Plain ASGI rather than Starlette's base class, which hides disconnects from the endpoints.
     """
 
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
+    def __init__(
+        self, app: ASGIApp, api_keys: Sequence[str], admin_api_key: str | None = None
+    ) -> None:
         self._app = app
         self._keys = [key.encode() for key in api_keys]
+        self._admin_keys = [] if admin_api_key is None else [admin_api_key.encode()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._allows(scope):
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
+            return
+        is_admins = self._admin_keys and scope["path"].startswith("/admin/")
+        keys = self._admin_keys if is_admins else self._keys
+        if not keys or _brings_one_of(keys, scope):
+            await self._app(scope, receive, send)
+            return
+        if is_admins and _brings_one_of(self._keys, scope):
+            await error_response(HTTPException(403, "this path asks for the admin's API key"))(
+                scope, receive, send
+            )
             return
         refusal = HTTPException(
             401,
@@ -169,11 +185,9 @@ class ApiKeyGuard:
         )
         await error_response(refusal)(scope, receive, send)
 
-    def _allows(self, scope: Scope) -> bool:
-        header: bytes = dict(scope["headers"]).get(b"authorization", b"")
-        scheme, _, given = header.partition(b" ")
-        if scheme.lower() != b"bearer":
-            return False
-        # Every key is compared, in constant time each: timing tells nothing about any of them.
-        matches = [hmac.compare_digest(given.strip(), key) for key in self._keys]
-        return any(matches)
+
+def _brings_one_of(keys: Sequence[bytes], scope: Scope) -> bool:
+    given = bearer_token(scope["headers"])
+    # Every key is compared, in constant time each: timing tells nothing about any of them.
+    matches = [hmac.compare_digest(given, key) for key in keys]
+    return any(matches)

@@ -594,6 +594,14 @@ class DetokenizeRequest(Body):
     tokens: TokenIds = Field(description="Token ids to turn into text.")
 
 
+class PriorityRequest(Body):
+    """The body of PATCH /v1/requests/{request_id}."""
+
+    priority: int = Field(
+        ge=-_MAX_PRIORITY, le=_MAX_PRIORITY, description="A smaller number is more urgent."
+    )
+
+
 # Answers. TypedDicts, because here a key that is absent and one that is null differ.
 
 
@@ -744,10 +752,18 @@ class Text(TypedDict):
     prompt: str
 
 
+class PriorityAnswer(TypedDict):
+    """The answer of PATCH /v1/requests/{request_id}."""
+
+    id: str
+    priority: int
+
+
 class Health(TypedDict):
     """The answer of /health."""
 
     status: Literal["ok", "draining", "dead"]
+    pressure: Literal["ok", "rising", "saturated"]
     reason: NotRequired[str]
 
 

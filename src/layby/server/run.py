@@ -13,13 +13,17 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import uvicorn
 
+from layby.engine.config import DEFAULT_KEEP_S
+from layby.engine.journal import Journal
 from layby.errors import ConfigError, counted
 from layby.server.app import create_app
 from layby.server.docs_page import example_curl
+from layby.server.durable import DurableRequests
 
 if TYPE_CHECKING:
     from layby.engine import AsyncEngine, EngineConfig
@@ -37,7 +41,11 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     api_key: str | Sequence[str] | None = None,
+    admin_api_key: str | None = None,
     drain_timeout_s: float = 30.0,
+    state_dir: str | Path | None = None,
+    keep_results_s: float = DEFAULT_KEEP_S,
+    isolate_prefix_cache: bool = False,
 ) -> None:
     """Load the model and serve it until a signal ends the process.
 
@@ -46,11 +54,16 @@ def serve(
         host: Address to listen on.
         port: Port to listen on; 0 takes a free one.
         api_key: One key or several; None leaves the API open.
+        admin_api_key: Opens the paths under ``/admin/``; None: there are none.
         drain_timeout_s: How long accepted work may go on after the first signal, in seconds.
+        state_dir: Where requests are written down, so that the next process finishes what this
+            one does not; None forgets them.
+        keep_results_s: How long it keeps answers for callers who come back, in seconds.
+        isolate_prefix_cache: Calls with different keys share no cached prefixes.
 
     Raises:
-        ConfigError: The address cannot be had (known before the model is loaded), or a setting
-            cannot work.
+        ConfigError: The address or the state directory cannot be had (known before the model is
+            loaded), the state is another model's, or a setting cannot work.
         ModelError: The model cannot be had.
     """
     from layby.engine import AsyncEngine
@@ -60,7 +73,11 @@ def serve(
         host=host,
         port=port,
         api_key=api_key,
+        admin_api_key=admin_api_key,
         drain_timeout_s=drain_timeout_s,
+        state_dir=state_dir,
+        keep_results_s=keep_results_s,
+        isolate_prefix_cache=isolate_prefix_cache,
     )
 
 
@@ -70,14 +87,31 @@ def serve_engine(
     host: str,
     port: int,
     api_key: str | Sequence[str] | None = None,
+    admin_api_key: str | None = None,
     drain_timeout_s: float = 30.0,
+    state_dir: str | Path | None = None,
+    keep_results_s: float = DEFAULT_KEEP_S,
+    isolate_prefix_cache: bool = False,
 ) -> None:
-    """The same for an engine that ``build`` makes once the port is ours."""
+    """The same for an engine that ``build`` makes once port and state directory are ours."""
     sock = bind(host, port)
+    journal: Journal | None = None
+    durable: DurableRequests | None = None
     try:
+        if state_dir is not None:
+            journal = Journal(Path(state_dir), keep_s=keep_results_s)
         with _signals_exit():
             engine = build()
-            app = create_app(engine, api_key=api_key)
+            if journal is not None:
+                journal.claim(engine.identity)
+                durable = DurableRequests(engine, journal)
+            app = create_app(
+                engine,
+                api_key=api_key,
+                admin_api_key=admin_api_key,
+                durable=durable,
+                isolate_prefix_cache=isolate_prefix_cache,
+            )
         config = uvicorn.Config(
             app,
             http="auto",
@@ -89,8 +123,10 @@ def serve_engine(
         )
         server = _Server(config, _welcome(engine, _base_url(sock, host), api_key is not None))
         with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-            runner.run(_run(engine, server, sock, drain_timeout_s))
+            runner.run(_run(engine, server, sock, drain_timeout_s, durable))
     finally:
+        if journal is not None:
+            journal.close()
         sock.close()
 
 
@@ -123,7 +159,11 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 async def _run(
-    engine: AsyncEngine, server: _Server, sock: socket.socket, drain_timeout_s: float
+    engine: AsyncEngine,
+    server: _Server,
+    sock: socket.socket,
+    drain_timeout_s: float,
+    durable: DurableRequests | None,
 ) -> None:
     loop = asyncio.get_running_loop()
     drains: list[asyncio.Task[None]] = []
@@ -139,7 +179,8 @@ async def _run(
             os._exit(128 + number)  # asked twice: no more waiting, not even for threads
         engine.begin_drain()  # now, not when the task gets its turn
         logger.info(
-            "stopping: accepted requests may finish within %g s (a second signal exits at once)",
+            "stopping: %s left, which may finish within %g s (a second signal exits at once)",
+            counted(_unfinished(engine), "accepted request"),
             drain_timeout_s,
         )
         drains.append(loop.create_task(drain()))
@@ -148,6 +189,8 @@ async def _run(
         loop.add_signal_handler(number, on_signal, number)
     try:
         await engine.start()
+        if durable is not None:
+            await durable.recover()
         await server.serve(sockets=[sock])
     except OSError as error:  # another process listened on the address while the model loaded
         raise ConfigError(f"cannot listen: {error.strerror or error}") from error
@@ -156,12 +199,19 @@ async def _run(
             await drains[0]
         else:
             await engine.shutdown(0.0)
+        if durable is not None:
+            await durable.close()
         stats = engine.stats()
         logger.info(
             "stopped: %s finished, %d aborted",
             counted(stats.requests_finished, "request"),
             stats.requests_aborted,
         )
+
+
+def _unfinished(engine: AsyncEngine) -> int:
+    stats = engine.stats()
+    return stats.running + stats.waiting + stats.swapped
 
 
 class _Server(uvicorn.Server):

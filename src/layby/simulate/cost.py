@@ -9,6 +9,8 @@ A step costs, in seconds, the sum of
     decode_context_s         per position that a decode row attends to
     swap_out, swap_in, copy  a fixed part if there are any, and a part per block
 
+Transfers between RAM and disk run beside the steps, and cost their own time only.
+
 Everything is additive because the engine does one thing after another. What does not grow in
 proportion (a few rows cost as much as one, as long as reading the weights takes longest) is in the
 curves: a roofline ``max(bandwidth, compute)`` is one with a bend.
@@ -22,6 +24,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from layby.errors import ConfigError, shown
+from layby.scheduling.costs import MoveCosts
 from layby.scheduling.plan import StepPlan
 
 Knots = tuple[tuple[int, float], ...]
@@ -105,7 +108,7 @@ class StepLoad:
             num_sequences=len(plan.scheduled),
             blocks_out=len(plan.swap_out),
             blocks_in=len(plan.swap_in),
-            blocks_copied=len(plan.copy),
+            blocks_copied=len(plan.copy) + len(plan.relocate),
         )
         for item in plan.scheduled:
             load.num_samples += len(item.samplers)
@@ -173,6 +176,7 @@ class CostModel:
         prefill_context_s: Per position read by prefill rows.
         sequence_s: Per sequence.
         swap_out, swap_in, copy: Block moves, by where from and where to.
+        demote, promote: Transfers from RAM to disk and back, each; None: not known.
 
     Raises:
         ConfigError: A number is negative or not finite, a curve does not begin at 0, falls, or has
@@ -187,6 +191,8 @@ class CostModel:
     swap_out: MoveCost = MoveCost()
     swap_in: MoveCost = MoveCost()
     copy: MoveCost = MoveCost()
+    demote: MoveCost | None = None
+    promote: MoveCost | None = None
     _rows: _Curve = field(init=False, repr=False, compare=False)
     _samples: _Curve = field(init=False, repr=False, compare=False)
 
@@ -216,6 +222,13 @@ class CostModel:
             )
         # Last, so that decode_line() gives the same bits.
         return seconds + self.decode_context_s * load.decode_context
+
+    def move_costs(self, step_tokens: int) -> MoveCosts:
+        """What parking and computing cost, to choose between them; a prompt is computed in steps
+        of so many tokens, whose attention is left out."""
+        return MoveCosts(
+            self.swap_out.block_s, self.swap_in.block_s, self._rows.at(step_tokens) / step_tokens
+        )
 
     def decode_line(self, num_decodes: int) -> tuple[float, float]:
         """Duration of a step in which so many sequences decode and nothing else happens.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 
 from layby.execution.executor import StepResult
-from layby.scheduling import Request
+from layby.scheduling import Request, TransferEnd
 from layby.scheduling.plan import StepPlan
 from layby.scheduling.request import Sequence
 from layby.simulate.cost import CostModel, StepLoad
@@ -19,6 +20,10 @@ TOKEN = 0
 
 STOP_TOKEN = 1
 """What a simulated model samples where an answer ends before ``max_tokens``."""
+
+
+DISK_PATIENCE_S = 0.01
+"""How long a step that computes nothing waits for the disk, as the engine's executor does."""
 
 
 class VirtualClock:
@@ -103,6 +108,41 @@ def payload_of(request: Request) -> SimulatedPayload:
     return payload
 
 
+class _Disk:
+    """Does one transfer at a time, reads before writes, as the engine's disk does."""
+
+    def __init__(self) -> None:
+        # When it was begun, its number, and how long it takes.
+        self._reads: deque[tuple[float, int, float]] = deque()
+        self._writes: deque[tuple[float, int, float]] = deque()
+        self._current: tuple[float, int] | None = None  # when it ends, and its number
+        self._free_s = 0.0
+
+    def begin(self, number: int, seconds: float, now: float, *, is_read: bool) -> None:
+        """A transfer is handed in."""
+        (self._reads if is_read else self._writes).append((now, number, seconds))
+
+    def ends(self, now: float) -> list[int]:
+        """The transfers that have ended since this was last asked."""
+        ended = []
+        while (until := self.next_end_s) is not None and until <= now:
+            assert self._current is not None  # it is what ends next
+            ended.append(self._current[1])
+            self._free_s, self._current = until, None
+        return ended
+
+    @property
+    def next_end_s(self) -> float | None:
+        """When the next transfer ends; None if there is none."""
+        if self._current is None:
+            queue = self._reads or self._writes
+            if not queue:
+                return None
+            begun_s, number, seconds = queue.popleft()
+            self._current = (max(self._free_s, begun_s) + seconds, number)
+        return self._current[0]
+
+
 class SimulatedExecutor:
     """Runs step plans on a virtual clock; see ``Executor``.
 
@@ -114,16 +154,31 @@ class SimulatedExecutor:
     def __init__(self, cost: CostModel, clock: VirtualClock) -> None:
         self.cost = cost
         self.clock = clock
+        self._disk = _Disk()
 
     def execute(self, plan: StepPlan) -> StepResult:
         """See ``Executor``. What is sampled is known beforehand."""
+        began_s = self.clock.now
         self.clock.now += self.cost.step_s(StepLoad.of(plan))
+        for transfers, cost, is_read in (
+            (plan.promote, self.cost.promote, True),
+            (plan.demote, self.cost.demote, False),
+        ):
+            for transfer in transfers:
+                assert cost is not None  # else there is no disk
+                seconds = cost.seconds(len(transfer.moves))
+                self._disk.begin(transfer.number, seconds, began_s, is_read=is_read)
+        ends = self._disk.ends(self.clock.now)
+        if not (plan.scheduled or ends) and (next_end_s := self._disk.next_end_s) is not None:
+            self.clock.now = min(next_end_s, self.clock.now + DISK_PATIENCE_S)
+            ends = self._disk.ends(self.clock.now)
         return StepResult(
             [
                 next_token(seq) if seq.stop_token_ids else TOKEN
                 for item in plan.scheduled
                 for seq in item.samplers
-            ]
+            ],
+            transfer_ends=[TransferEnd(number) for number in ends],
         )
 
     def release(self, request_id: str) -> None:

@@ -745,11 +745,11 @@ _JSON_POINTS: Final = 200  # of the timeline
 
 @dataclass(frozen=True, slots=True)
 class TierMoves:
-    """What moved between the device pool and one tier of the swap pool.
+    """What moved between one tier of parked work and the one above it.
 
     Attributes:
-        tier: ``ram``, ``disk``, …
-        out_blocks, in_blocks: Blocks from and to the device.
+        tier: ``ram``, below the device, or ``disk``, below that.
+        out_blocks, in_blocks: Blocks moved down to it, and back.
         out_bytes, in_bytes: The same in bytes.
     """
 

@@ -181,7 +181,10 @@ def _no_number(text: str) -> float:
 
 
 def _build(kind: Any, data: object, place: str) -> Any:
-    """A dataclass from a JSON object with exactly its fields. ``place`` is the path to it."""
+    """A dataclass from a JSON object with exactly its fields. ``place`` is the path to it.
+
+    Only what may be unknown may be missing: files of earlier versions lack it.
+    """
     if not isinstance(data, dict):
         raise ConfigError(f"field {place} must be an object, got {shown(data)}")
     names = [option.name for option in fields(kind) if option.init]
@@ -189,11 +192,14 @@ def _build(kind: Any, data: object, place: str) -> Any:
     for name in data:
         if name not in names:
             raise ConfigError(f"field {prefix}{shown(name).strip(chr(39))} is unknown")
+    unknown = {option.name for option in fields(kind) if option.default is None}
     for name in names:
-        if name not in data:
+        if name not in data and name not in unknown:
             raise ConfigError(f"field {prefix}{name} is missing")
     hints = get_type_hints(kind)
-    values = {name: _value(hints[name], data[name], prefix + name) for name in names}
+    values = {
+        name: _value(hints[name], data[name], prefix + name) for name in names if name in data
+    }
     try:
         return kind(**values)
     except ConfigError as error:
@@ -338,6 +344,15 @@ HBM_SHARE = 0.9
 SWAP_POOL_BYTES = 64 * 2**30
 """Host RAM for parked KV cache."""
 
+DISK_WRITE_BYTES_PER_S = 3e9
+"""What an NVMe drive of PCIe 4.0 × 4 takes for long."""
+
+DISK_READ_BYTES_PER_S = 5e9
+"""What it gives."""
+
+DISK_OVERHEAD_S = 100e-6
+"""Beginning a transfer, and noticing its end."""
+
 BLOCK_SIZE = 16
 BFLOAT16_BYTES = 2
 FLOAT32_BYTES = 4
@@ -406,6 +421,8 @@ def analytic_profile(name: str, gpu: Gpu, num_gpus: int, model: Geometry) -> Pro
             swap_out=move,
             swap_in=move,
             copy=MoveCost(MOVE_OVERHEAD_S, 2 * block_bytes / hbm_bytes_per_s),
+            demote=MoveCost(DISK_OVERHEAD_S, block_bytes / DISK_WRITE_BYTES_PER_S),
+            promote=MoveCost(DISK_OVERHEAD_S, block_bytes / DISK_READ_BYTES_PER_S),
         ),
         fit=None,
         held_out=None,

@@ -28,7 +28,7 @@ from layby.engine.interfaces import Tokenizer
 from layby.errors import ConfigError, EngineUnavailableError
 from layby.execution.executor import Executor, StepResult
 from layby.sampling_params import SamplingParams
-from layby.scheduling import BlockMove, Scheduler, SchedulerConfig
+from layby.scheduling import BlockMove, Scheduler, SchedulerConfig, Transfer
 from layby.scheduling.plan import StepPlan
 from layby.simulate.cost import CostModel, Knots, MoveCost, StepLoad
 from layby.simulate.profiles import MEASURED, FitError, Profile, SchedulerDefaults
@@ -434,6 +434,7 @@ class Profiler:
             self._settings,
             num_blocks=self.num_blocks,
             num_swap_blocks=0,
+            num_disk_blocks=0,
             max_num_seqs=case.num_seqs,
             max_num_batched_tokens=case.rows if case.is_cut else max(2**20, case.rows),
             max_model_len=self._max_model_len,
@@ -441,6 +442,10 @@ class Profiler:
             enable_prefix_caching=True,  # how prompts get their beginning
             watermark=0.0,
             max_queue=None,
+            urgent_window=0.0,
+            preemption_threshold=1.0,
+            priority_aging=None,
+            demote_after_tokens=None,
         )
         return Engine(
             Scheduler(config, clock=self._clock),
@@ -480,8 +485,30 @@ class Profiler:
                 if count <= self._settings.num_swap_blocks:
                     yield "swap_out", count
                     yield "swap_in", count
+                if count <= min(self._settings.num_swap_blocks, self._settings.num_disk_blocks):
+                    yield "demote", count
+                    yield "promote", count
+
+    def _time_transfer(self, name: str, count: int) -> float:
+        """From the swap pool to disk, or back; what is read back must have been written."""
+        seconds = 0.0
+        for way in ("demote", "promote")[: 1 if name == "demote" else 2]:
+            plan = StepPlan(1, 0.0)
+            getattr(plan, way).append(
+                Transfer(1, tuple(BlockMove(block, block) for block in range(count)))
+            )
+            start = self._clock()
+            ends = self._executor.execute(plan).transfer_ends
+            while not ends:
+                ends = self._executor.execute(StepPlan(1, 0.0)).transfer_ends
+            seconds = self._clock() - start
+            if ends[0].fault:
+                raise EngineUnavailableError(f"profiling failed: the disk reports {ends[0].fault}")
+        return seconds
 
     def _time_move(self, name: str, count: int) -> float:
+        if name in ("demote", "promote"):
+            return self._time_transfer(name, count)
         scattered = range(1, 2 * count, 2)
         if name == "swap_in":
             moves = [BlockMove(slot, block) for slot, block in enumerate(scattered)]
@@ -563,6 +590,8 @@ def fit_cost(timings: Timings) -> CostModel:
         swap_out=moves.get("swap_out", copy),
         swap_in=moves.get("swap_in", copy),
         copy=copy,
+        demote=moves.get("demote"),
+        promote=moves.get("promote"),
     )
 
 

@@ -21,13 +21,18 @@ from layby.engine.recorder import (
     Arrival,
     Broken,
     Close,
+    Costs,
     Cut,
     Done,
     Event,
     Gap,
     Hashes,
     Head,
+    Lost,
+    Moved,
     PlanDigest,
+    Reclassed,
+    Resize,
     Run,
     State,
     Step,
@@ -48,12 +53,14 @@ from layby.errors import (
 from layby.scheduling import (
     FinishReason,
     IdleState,
+    MoveCosts,
     PoolState,
     PreemptionMode,
     Request,
     Scheduler,
     SchedulerConfig,
     StepPlan,
+    TransferEnd,
 )
 from layby.simulate.executor import STOP_TOKEN, TOKEN, VirtualClock
 from layby.simulate.traces import READERS, TraceError, TraceLines, TraceReader, TraceRequest
@@ -105,7 +112,7 @@ class EventReader(Iterator[Event]):
             raise self.error("a second head: these are two recordings in one file")
         if isinstance(event, Arrival):
             event.time = self._times.decode(event.time)
-        elif isinstance(event, Run | Step | Done | Cut | Abort):
+        elif isinstance(event, Run | Step | Done | Cut | Abort | Reclassed | Moved | Lost):
             if not isinstance(event, Run) and len(event.times) != 1:
                 raise self.error(f"t must hold one time, got {shown(event.times)}")
             event.times = [self._times.decode(written) for written in event.times]
@@ -179,7 +186,9 @@ def _read_layby(lines: TraceLines) -> Iterator[TraceRequest]:
                 lines.skipped += 1
                 continue
             try:
-                request = _as_traced(arrival, row[1:], reader.config.block_size)
+                had = arrival.outputs or [0] * len(row[1:])
+                outputs = [tokens - old for tokens, old in zip(row[1:], had, strict=False)]
+                request = _as_traced(arrival, outputs, reader.config.block_size)
             except (ValueError, ConfigError) as error:
                 raise reader.error(str(error)) from None
             traced.append((arrival.request, request))
@@ -188,17 +197,22 @@ def _read_layby(lines: TraceLines) -> Iterator[TraceRequest]:
     yield from (request for _, request in sorted(traced, key=itemgetter(0)))
 
 
+def _mean(numbers: Sequence[int]) -> int:
+    return round(sum(numbers) / len(numbers)) if numbers else 0
+
+
 def _as_traced(arrival: Arrival, outputs: Sequence[int], block_size: int) -> TraceRequest:
-    num_output = max(1, round(sum(outputs) / len(outputs)))
+    num_output, had = max(1, _mean(outputs)), _mean(arrival.outputs)
+    max_tokens = arrival.max_tokens - had
     prefix = tuple(unpack_hashes(arrival.hashes))
     return TraceRequest(
         arrival.time,
-        arrival.num_prompt_tokens,
+        arrival.num_prompt_tokens + had,  # all of it is computed anew
         num_output,
         priority=arrival.priority,
         prefix=prefix,
         prefix_block_tokens=block_size if prefix else 0,
-        max_tokens=None if num_output == arrival.max_tokens else arrival.max_tokens,
+        max_tokens=None if num_output == max_tokens else max_tokens,
         n=arrival.n,
         request_id=str(arrival.request),
     )
@@ -224,6 +238,10 @@ class Summary:
         admitted, resumed: Requests that came in from the waiting and from the swapped queue.
         preempted_swap, preempted_recompute: Requests that left the device.
         swapped_out_blocks, swapped_in_blocks: Blocks moved.
+        demoted_blocks, promoted_blocks: Blocks that set out from RAM to disk, and back.
+        lost: Parked requests whose KV was lost or given up, to be computed again.
+        reclassed: Requests put into another class by hand.
+        resized: Times that the device pool got another size.
         swapped_s: How long requests were parked, all together, in seconds.
         duration_s: First event to last, in seconds.
     """
@@ -244,6 +262,11 @@ class Summary:
     preempted_recompute: int = 0
     swapped_out_blocks: int = 0
     swapped_in_blocks: int = 0
+    demoted_blocks: int = 0
+    promoted_blocks: int = 0
+    lost: int = 0
+    reclassed: int = 0
+    resized: int = 0
     swapped_s: float = 0.0
     duration_s: float = 0.0
 
@@ -285,6 +308,15 @@ class _Counter:
                 summary.output_tokens += sum(event.outputs)
                 self._end_parking(event.request, event.times[0])
                 self._passed(event.times)
+            case Reclassed():
+                summary.reclassed += 1
+                self._passed(event.times)
+            case Moved():
+                self._lost(event.lost, event.times[0])
+                self._passed(event.times)
+            case Lost():
+                self._lost([event.request], event.times[0])
+                self._passed(event.times)
 
     def _decided(self, step: Step) -> None:
         summary, now = self.summary, step.times[0]
@@ -300,6 +332,15 @@ class _Counter:
             self._end_parking(request, now)
         summary.swapped_out_blocks += len(step.swap_out) // 2
         summary.swapped_in_blocks += len(step.swap_in) // 2
+        summary.resized += bool(step.num_blocks)
+        summary.demoted_blocks += sum(len(row) // 2 for row in step.demoted)
+        summary.promoted_blocks += sum(len(row) // 2 for row in step.promoted)
+        self._lost(step.lost, now)
+
+    def _lost(self, requests: Sequence[int], now: float) -> None:
+        self.summary.lost += len(requests)
+        for request in requests:
+            self._end_parking(request, now)
 
     def _end_parking(self, request: int, now: float) -> None:
         since = self._swapped_since.pop(request, None)
@@ -401,6 +442,7 @@ class Replay:
         self.check = Check()
         self.step = 0
         self._clock = VirtualClock()
+        self._costs: MoveCosts | None = None
         self._scheduler: Scheduler | None = None  # None: not known how things stand
         self._open_plan: StepPlan | None = None
         # Contents may be told before their request comes.
@@ -414,6 +456,8 @@ class Replay:
         """
         self._clock = VirtualClock()
         self._scheduler = Scheduler(self.config, clock=self._clock)
+        if self._costs is not None:
+            self._scheduler.set_costs(self._costs)
         self._open_plan = None
         if state is not None:
             self._scheduler.restore(state)
@@ -436,6 +480,10 @@ class Replay:
                 self.stop()
             case Close() | Head():
                 pass
+            case Costs():
+                self._costs = MoveCosts(event.out_s, event.in_s, event.token_s)
+                if self._scheduler is not None:
+                    self._scheduler.set_costs(self._costs)
             case _ if self._scheduler is None:
                 if isinstance(event, Run | Step):
                     self.check.unchecked_steps += (len(event.times) + 1) // 2
@@ -456,6 +504,19 @@ class Replay:
                 self._cut(event, self._scheduler)
             case Abort():
                 self._abort(event, self._scheduler)
+            case Reclassed():
+                request = _live(self._scheduler, event.request)
+                self._clock.now = event.times[0]
+                self._scheduler.set_priority(request.request_id, event.priority)
+            case Resize():
+                self._scheduler.resize(event.num_blocks)
+            case Moved():
+                self._moved(event, self._scheduler)
+            case Lost():
+                request = _live(self._scheduler, event.request)
+                self._clock.now = event.times[0]
+                if not self._scheduler.lose_kv(request.request_id):
+                    raise ValueError(f"request {event.request} is not parked")
 
     # --- what comes from outside ---
 
@@ -465,8 +526,10 @@ class Replay:
         recorded = IdleState(
             state.num_steps,
             state.num_added,
+            state.num_transfers,
             PoolState(state.device_free, list(cached)),
             PoolState(state.swap_free, []),
+            PoolState(state.disk_free, []),
         )
         if self._scheduler is None:
             self._contents.clear()
@@ -497,7 +560,9 @@ class Replay:
                 use_prefix_cache=arrival.use_prefix_cache,
                 content=content,
             )
-            scheduler.add_request(request)
+            if arrival.outputs:
+                request.continue_from(_continued(arrival))
+            scheduler.add_request(request, was_accepted=arrival.was_accepted)
         except (InvalidRequestError, QueueFullError) as error:
             refused = type(error).__name__
         self.check.decisions += bool(refused)
@@ -520,6 +585,14 @@ class Replay:
         self._clock.now = abort.times[0]
         scheduler.abort(request.request_id, FinishReason(abort.reason))
         self._compare_ended([[abort.request, *abort.outputs]], [request])
+
+    def _moved(self, moved: Moved, scheduler: Scheduler) -> None:
+        faults = moved.faults or [""] * len(moved.transfers)
+        self._clock.now = moved.times[0]
+        lost = scheduler.transfers_ended(
+            TransferEnd(*end) for end in zip(moved.transfers, faults, strict=True)
+        )
+        _compare("whose KV was lost", moved.lost, [request.order for request in lost])
 
     def _content(self, number: int) -> _RecordedContent:
         if number not in self._contents:
@@ -583,6 +656,17 @@ class Replay:
         self.check.decisions += len(ended)
         for request in ended:
             self._contents.pop(request.order, None)
+
+
+def _continued(arrival: Arrival) -> list[tuple[list[int], FinishReason | None]]:
+    """What each sample of a request of an earlier process had."""
+    if not all(0 < tokens <= arrival.max_tokens for tokens in arrival.outputs):
+        raise ValueError(f"{arrival.outputs} of {arrival.max_tokens} tokens")
+    reasons = arrival.reasons or [""] * len(arrival.outputs)
+    return [
+        ([TOKEN] * tokens, FinishReason(reason) if reason else None)
+        for tokens, reason in zip(arrival.outputs, reasons, strict=True)
+    ]
 
 
 def _live(scheduler: Scheduler, number: int) -> Request:

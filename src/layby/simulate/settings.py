@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from dataclasses import asdict, fields, replace
 from typing import Any, Final
 
@@ -12,7 +13,7 @@ from layby.scheduling import SchedulerConfig
 from layby.simulate.cost import MoveCost
 from layby.simulate.profiles import Profile
 
-_OTHER_NAMES: Final = {"kv_cache_gib", "swap_gib", "scheduling_policy"}
+_OTHER_NAMES: Final = {"kv_cache_gib", "swap_gib", "swap_disk_gib", "scheduling_policy"}
 """What :class:`EngineConfig` has for fields of :class:`SchedulerConfig` by other names."""
 
 SCHEDULER_OPTIONS: Final = tuple(
@@ -55,6 +56,13 @@ def scheduler_config(profile: Profile, **options: Any) -> SchedulerConfig:
     # A size that cannot be is left to the engine's checks.
     if isinstance(block_size, int) and block_size > 0:
         profile = with_block_size(profile, block_size)
+    if "swap_disk_gib" in given:
+        if profile.cost.demote is None or profile.cost.promote is None:
+            raise ConfigError(
+                f"swap_disk_gib is given, but the profile {profile.name} does not tell how fast a "
+                "disk is: it was measured without swap_dir"
+            )
+        given["swap_dir"] = os.curdir  # any will do: no file is made
     engine = EngineConfig.from_options(**_profile_options(profile, given) | given)
     return engine.resolve(
         context_length=profile.scheduler.max_model_len,
@@ -89,6 +97,9 @@ def with_block_size(profile: Profile, block_size: int) -> Profile:
     def move(cost: MoveCost) -> MoveCost:
         return replace(cost, block_s=cost.block_s * ratio)
 
+    def transfer(cost: MoveCost | None) -> MoveCost | None:
+        return None if cost is None else move(cost)
+
     return replace(
         profile,
         block_size=block_size,
@@ -103,5 +114,7 @@ def with_block_size(profile: Profile, block_size: int) -> Profile:
             swap_out=move(profile.cost.swap_out),
             swap_in=move(profile.cost.swap_in),
             copy=move(profile.cost.copy),
+            demote=transfer(profile.cost.demote),
+            promote=transfer(profile.cost.promote),
         ),
     )

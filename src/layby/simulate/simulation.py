@@ -88,6 +88,8 @@ class _Observer:
             payload_of(request).record.enter(state, plan.now)
         for request in (*plan.resumed, *plan.admitted):
             payload_of(request).record.enter(RequestStatus.RUNNING, plan.now)
+        for request in plan.lost:
+            payload_of(request).record.enter(RequestStatus.WAITING, plan.now)
 
     def sampled(self, plan: StepPlan, finished: Sequence[Request], now: float) -> None:
         """A step has ended."""
@@ -162,6 +164,7 @@ class Simulation:
         self.profile = profile
         self.clock = VirtualClock()
         self.scheduler = Scheduler(config, clock=self.clock)
+        self.scheduler.set_costs(profile.cost.move_costs(config.max_num_batched_tokens))
         self.executor = SimulatedExecutor(profile.cost, self.clock)
         self.refusals = Refusals()
         self.steps = 0
@@ -217,6 +220,9 @@ class Simulation:
         """
         metrics, block_bytes = self.scheduler.metrics, self.profile.block_bytes
         config = self.scheduler.config
+        moves = [("ram", metrics.swapped_out_blocks, metrics.swapped_in_blocks)]
+        if config.num_disk_blocks:
+            moves.append(("disk", metrics.demoted_blocks, metrics.promoted_blocks))
         return SimulationReport.of(
             title,
             self._observer.log,
@@ -228,13 +234,8 @@ class Simulation:
             wall_s=wall_s,
             steps=self.steps,
             moves=[
-                TierMoves(
-                    "ram",
-                    metrics.swapped_out_blocks,
-                    metrics.swapped_in_blocks,
-                    metrics.swapped_out_blocks * block_bytes,
-                    metrics.swapped_in_blocks * block_bytes,
-                )
+                TierMoves(tier, out, back, out * block_bytes, back * block_bytes)
+                for tier, out, back in moves
             ],
             settings={
                 "trace": self.trace.name,
@@ -274,12 +275,14 @@ class Simulation:
         plan = self.scheduler.schedule()
         self._observer.decided(plan)
         self._note()
-        tokens = self.executor.execute(plan).tokens
-        finished = self.scheduler.update(plan, tokens)
+        result = self.executor.execute(plan)
+        finished = self.scheduler.update(plan, result.tokens)
+        self.scheduler.transfers_ended(result.transfer_ends)
         self.steps += 1
         self._observer.sampled(plan, finished, self.clock.now)
         self._observer.passed(self.clock.now)
-        self._empty_steps = self._empty_steps + 1 if plan.is_empty else 0
+        stalls = plan.is_empty and not (result.transfer_ends or self.scheduler.tiers.num_transfers)
+        self._empty_steps = self._empty_steps + 1 if stalls else 0
         if self._empty_steps >= STALL_STEPS:
             raise StalledError(
                 f"nothing was scheduled in {STALL_STEPS} steps, with requests "
@@ -304,6 +307,7 @@ class Simulation:
         until = float("inf")
         if self._num_arrived < len(self.trace.requests):
             until = self.trace.requests[self._num_arrived].arrival_s
+        until = min(until, self.scheduler.quiet_until())
         now, ends = self.clock.now, list[float]()
         while len(ends) < most_steps and now < until:
             now += base_s + slope_s * context

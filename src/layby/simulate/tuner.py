@@ -133,9 +133,13 @@ KNOBS: Final = (
 )
 """Every setting that is searched: a further one is a further line."""
 
-HELD: Final = ("num_blocks", "block_size", "max_model_len", "enable_prefix_caching", "max_queue")
+HELD: Final = (
+    "num_blocks", "block_size", "max_model_len", "enable_prefix_caching", "max_queue",
+    "priority_aging", "demote_after_tokens", "num_disk_blocks", "urgent_window",
+    "background_tokens", "preemption_threshold",
+)  # fmt: skip
 """Fields of :class:`SchedulerConfig` that are not searched: what the machine has, what is promised
-to callers, and what is never better off."""
+to callers (which class goes first is a promise, too), and what is never better off."""
 
 
 class SearchSpace:
@@ -273,6 +277,8 @@ class SearchSpace:
                 flags.append((flag if value else f"--no-{flag[2:]}", ""))
             else:
                 flags.append((flag, written(value)))
+        if "swap_disk_gib" in chosen:
+            flags.append(("--swap-dir", "DIR"))
         return flags
 
 
