@@ -22,11 +22,13 @@ import pytest
 from layby.engine import Engine
 from layby.engine.journal import CallRecord, CallStatus, Journal, RequestRecord
 from layby.engine.toy import ByteTokenizer
+from layby.execution.executor import StepResult
 from layby.execution.faults import Faults
 from layby.execution.torch_executor import TorchExecutor
 from layby.models.network import Network
 from layby.sampling_params import SamplingParams
 from layby.scheduling import Scheduler, SchedulerConfig
+from layby.scheduling.plan import StepPlan
 from tests.execution.harness import NETWORKS, TINY, make_network, random_weights
 
 COUNT = int(os.environ.get("LAYBY_PROOF", "40"))
@@ -67,6 +69,7 @@ class Case:
         asks: Requests by name.
         events: Step → what happens before it: ``resize``, ``priority`` or ``abort``.
         restart_step: The process ends before this step, if work is left.
+        awaits_disk: Every step waits a moment for the disk, so that transfers are over in time.
         is_killed: It does so without saving anything more.
         faults: As in ``LAYBY_FAULTS``.
     """
@@ -79,6 +82,7 @@ class Case:
     restart_step: int | None
     is_killed: bool
     faults: str
+    awaits_disk: bool
     rng: random.Random = field(repr=False)
 
 
@@ -117,18 +121,28 @@ def draw_case(seed: int) -> Case:
     block_size = 16 if kind.startswith("compiled") else rng.choice([4, 8, 16])
     shared = [rng.randrange(256) for _ in range(60)]
     asks = {}
-    for number in range(rng.randint(3, 7)):
+    is_crowd = rng.random() < 0.35  # each more urgent than the one before: most lie on disk
+    num_asks = rng.randint(7, 9) if is_crowd else rng.randint(4, 8)
+    for number in range(num_asks):
         length = rng.randint(1, 90)
         common = rng.choice([0, 0, min(length - 1, rng.randint(16, 60))])
         prompt = shared[:common] + [rng.randrange(256) for _ in range(length - common)]
-        asks[str(number)] = Ask(rng.randint(0, 16), prompt, draw_params(rng), rng.randint(0, 3))
+        # Who comes late is often urgent: somebody must make room.
+        priority = num_asks - number if is_crowd or rng.random() < 0.5 else rng.randint(0, 3)
+        params = draw_params(rng)
+        if is_crowd:
+            params = replace(params, max_tokens=rng.randint(24, 40), min_tokens=0, n=1)
+        step = 3 * number if is_crowd else rng.randint(0, 4 * number)
+        asks[str(number)] = Ask(step, prompt, params, priority)
     need = max(blocks_of(ask, block_size) for ask in asks.values())
     events: dict[int, list[str]] = {}
     for _ in range(rng.randint(0, 6)):
         event = rng.choice(["resize", "resize", "priority", "priority", "abort"])
         events.setdefault(rng.randint(1, 40), []).append(event)
-    num_swap_blocks = rng.choice([0, need // 2, need, 4 * need])
-    num_disk_blocks = rng.choice([0, need, 6 * need]) if num_swap_blocks else 0
+    num_swap_blocks = rng.choice([0, need // 2, need, need + 2, 2 * need, 4 * need])
+    num_disk_blocks = rng.choice([0, need, 6 * need, 6 * need]) if num_swap_blocks else 0
+    if is_crowd:
+        num_swap_blocks, num_disk_blocks = need + rng.randint(0, 4), 8 * need
     config = SchedulerConfig(
         num_blocks=need + rng.randint(0, need // 3),
         num_swap_blocks=num_swap_blocks,
@@ -137,15 +151,17 @@ def draw_case(seed: int) -> Case:
         max_num_seqs=rng.choice([3, 6, 16]),
         max_num_batched_tokens=rng.choice([16, 40, 128]),
         max_model_len=MAX_MODEL_LEN,
-        preemption_mode=rng.choice(["auto", "swap", "recompute"]),
-        policy=rng.choice(["swapped-first"] * 4 + ["running-first", "recompute-only", "reserve"]),
+        preemption_mode=rng.choice(["auto", "auto", "swap", "recompute"]),
+        policy=rng.choice(["swapped-first"] * 8 + ["running-first", "recompute-only", "reserve"]),
         enable_prefix_caching=rng.random() < 0.6,
-        watermark=rng.choice([0, 1]),
+        watermark=rng.choice([0, 0, 1]),
         priority_aging=rng.choice([None, None, 10.0]),
         demote_after_tokens=rng.choice([None, None, 6]),
     )
+    if is_crowd:
+        config = replace(config, preemption_mode="swap", policy="swapped-first", watermark=0)
     faults = ""
-    if num_disk_blocks and rng.random() < 0.4:
+    if num_disk_blocks and rng.random() < 0.5:
         faults = rng.choice(
             [
                 "disk.read=eio:0.5,disk.write=enospc:0.3",
@@ -157,20 +173,39 @@ def draw_case(seed: int) -> Case:
         faults += f",seed={seed}"
     restart_step = rng.randint(1, 30) if rng.random() < 0.3 else None
     is_killed = rng.random() < 0.5
-    return Case(seed, kind, config, asks, events, restart_step, is_killed, faults, rng)
+    return Case(
+        seed, kind, config, asks, events, restart_step, is_killed, faults,
+        awaits_disk=rng.random() < 0.7, rng=rng,
+    )  # fmt: skip
 
 
 # --- running it ---
+
+
+class PatientExecutor(TorchExecutor):
+    """Waits for the disk in every step, because a step of this model is shorter than a transfer."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        result = super().execute(plan)
+        if self._disk is not None:
+            result.transfer_ends += self._disk.ends(wait_s=0.01)
+        return result
 
 
 class Life:
     """An engine from start to end; a step takes a second of its clock."""
 
     def __init__(
-        self, kind: str, config: SchedulerConfig, swap_dir: Path | None = None, faults: str = ""
+        self,
+        kind: str,
+        config: SchedulerConfig,
+        swap_dir: Path | None = None,
+        faults: str = "",
+        *,
+        awaits_disk: bool = False,
     ) -> None:
         self.now = 0.0
-        executor = TorchExecutor(
+        executor = (PatientExecutor if awaits_disk else TorchExecutor)(
             network(kind),
             block_size=config.block_size,
             num_blocks=config.num_blocks,
@@ -255,7 +290,7 @@ class Disturbed:
     def __init__(self, case: Case, directory: Path) -> None:
         self.case, self.directory = case, directory
         self.swap_dir = directory if case.config.num_disk_blocks else None
-        self.life = Life(case.kind, case.config, self.swap_dir, case.faults)
+        self.life = self._new_life()
         self.answers: dict[str, RequestRecord] = {}
         self.aborted: set[str] = set()
         self.reached: Counter[str] = Counter()
@@ -287,6 +322,12 @@ class Disturbed:
         if self._journal is not None:
             assert not self._journal.unfinished()
             self._journal.close()
+
+    def _new_life(self) -> Life:
+        case = self.case
+        return Life(
+            case.kind, case.config, self.swap_dir, case.faults, awaits_disk=case.awaits_disk
+        )
 
     def _accept(self, name: str, ask: Ask) -> None:
         del self._to_come[name]
@@ -345,7 +386,7 @@ class Disturbed:
         self._journal.close()
         journal = self._journal = Journal(self.directory / "state")
         journal.claim({"model": "tiny"})
-        life = self.life = Life(self.case.kind, self.case.config, self.swap_dir, self.case.faults)
+        life = self.life = self._new_life()
         unfinished = journal.unfinished()
         assert {call.call_id for call in unfinished} == set(self._calls)
         for name in self.answers.keys() - self._calls.keys() - self.aborted:
