@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 from tests.execution.harness import NETWORKS, TINY, make_network, random_weights
 
 from layby.engine import Engine
@@ -239,6 +240,8 @@ class Soak:
 
 def run(num_requests: int, seed: int = 0) -> Report:
     """A soak with a swap directory of its own."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # steps so small are slower on several
     gc.collect()
     gc.freeze()  # so that collecting at every sample looks only at what came since
     try:
@@ -246,6 +249,7 @@ def run(num_requests: int, seed: int = 0) -> Report:
             return Soak(num_requests, seed, Path(directory)).run()
     finally:
         gc.unfreeze()
+        torch.set_num_threads(num_threads)
 
 
 def _network() -> Network:

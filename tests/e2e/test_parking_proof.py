@@ -12,12 +12,13 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 from layby.engine import Engine
 from layby.engine.journal import CallRecord, CallStatus, Journal, RequestRecord
@@ -46,6 +47,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 @cache
 def network(kind: str) -> Network:
     return make_network(MODEL, random_weights(MODEL), kind)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Steps so small are slower on several."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 # --- a case ---
