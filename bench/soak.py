@@ -37,7 +37,7 @@ NUM_REQUESTS = 20_000
 WARM_UP = 0.25
 """Share of the requests after which memory is looked at."""
 
-MAX_GROWTH_KIB = 4096.0
+MAX_GROWTH_KIB = 2048.0
 """Most that the fitted line of RSS may rise from warm-up to the end."""
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_SWAP_BLOCKS, NUM_DISK_BLOCKS = 16, 24, 12, 48
