@@ -17,12 +17,12 @@ PARTIAL := $(VENV)/.partial
 MODEL   := $(VENV)/.smollm2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv serve test pressure lint format bench peers lock clean
+.PHONY: help venv serve test pressure proof soak lint format bench peers lock clean
 
 help:  ## list these commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
 	@echo
-	@echo '  ARGS="..."        is passed on by serve, test, pressure, bench, peers and lock'
+	@echo '  ARGS="..."        is passed on by serve, test, pressure, proof, soak, bench, peers and lock'
 	@echo '  PYTHON=python3.x  picks the Python that .venv is made with'
 
 venv: $(READY)  ## make .venv and install Layby and the tools in it
@@ -64,6 +64,12 @@ test: venv $(MODEL)  ## run all tests
 
 pressure: venv $(MODEL)  ## the long form of the memory-pressure tests (64 requests, 19,200 tokens a run)
 	@LAYBY_PRESSURE=long $(BIN)/pytest tests/e2e/test_pressure.py --timeout 3600 $(ARGS)
+
+proof: venv  ## a thousand random cases of parking: not one bit of an answer may change
+	@LAYBY_PROOF=1000 $(BIN)/pytest -s tests/e2e/test_parking_proof.py --timeout 3600 $(ARGS)
+
+soak: venv  ## 20,000 short requests on a small pool: nothing may be left behind (one to five minutes)
+	@$(BIN)/python -m bench.soak $(ARGS)
 
 lint: venv  ## check style, types, layers and the installed packages
 	$(BIN)/ruff check
