@@ -78,13 +78,15 @@ class _Step:
     taken yet: nobody who comes in may have them. ``entered`` came in during this step and is no
     victim in it; ``planned`` has its tokens, which are in ``scheduled``. Steady decodes appear in
     none of them. ``background_tokens`` are what less urgent prefills may still take;
-    ``prefill_class`` is the most urgent class that prefills.
+    ``prefill_class`` is the most urgent class that prefills. ``has_cleared`` says that work was
+    parked before any queue was looked at: then none comes back in this step.
     """
 
     plan: StepPlan
     budget: SchedulingBudget
     background_tokens: int
     prefill_class: float = math.inf
+    has_cleared: bool = False
     set_aside_blocks: int = 0
     entered: set[Request] = field(default_factory=set)
     planned: set[Request] = field(default_factory=set)
@@ -238,6 +240,7 @@ class Scheduler:
             self._change_pool(step)
         if self.config.preemption_threshold < 1:
             self._park_ahead(step)
+        step.has_cleared = bool(step.plan.preempted)
         for phase in self.policy.phases:
             match phase:
                 case Phase.SWAPPED:
@@ -306,9 +309,7 @@ class Scheduler:
     def _schedule_swapped(self, step: _Step) -> None:
         """Bring parked requests back, most urgent first; nobody overtakes the first that must
         stay. A more urgent class that waits goes ahead."""
-        if step.plan.preempted and not (
-            self.policy.resumes_after_preemption and step.plan.num_blocks is None
-        ):
+        if step.has_cleared or (step.plan.preempted and not self.policy.resumes_after_preemption):
             return
         while (request := self.swapped.head) is not None:
             newcomer = self.waiting.head
