@@ -117,6 +117,7 @@ class Soak:
             num_swap_blocks=NUM_SWAP_BLOCKS,
             num_disk_blocks=NUM_DISK_BLOCKS,
             block_size=BLOCK_SIZE,
+            preemption_mode="swap",  # computing a tiny model again may cost less than parking
             max_num_seqs=12,
             max_num_batched_tokens=128,
             max_queue=24,

@@ -21,27 +21,30 @@ class Intake:
         Raises:
             InvalidRequestError, RequestTooLargeError: As ``Scheduler.add_request``.
         """
+        self.check_lengths(request.num_prompt_tokens, request.max_tokens, request.n)
+
+    def check_lengths(self, num_prompt_tokens: int, max_tokens: int, n: int) -> None:
+        """The same for a request that has not been made yet: its prompt may be far too long to."""
         config = self.config
-        if request.n > config.max_num_seqs:
+        if n > config.max_num_seqs:
             raise InvalidRequestError(
-                f"n is {request.n}, but at most {config.max_num_seqs} sequences can run",
+                f"n is {n}, but at most {config.max_num_seqs} sequences can run",
                 param="n",
             )
-        length = request.num_prompt_tokens + request.max_tokens
+        length = num_prompt_tokens + max_tokens
         if config.max_model_len is not None and length > config.max_model_len:
             raise InvalidRequestError(
-                f"the prompt's {request.num_prompt_tokens} tokens and max_tokens "
-                f"{request.max_tokens} make {length}, but a sequence holds at most "
-                f"{config.max_model_len} tokens",
+                f"the prompt's {num_prompt_tokens} tokens and max_tokens {max_tokens} make "
+                f"{length}, but a sequence holds at most {config.max_model_len} tokens",
                 param="max_tokens",
             )
-        needed = self.memory.worst_case_blocks(request)
+        needed = self.memory.worst_case(num_prompt_tokens, max_tokens, n)
         num_blocks = self.memory.target_blocks
         if needed > num_blocks:
-            samples = f", n {request.n}" if request.n > 1 else ""
+            samples = f", n {n}" if n > 1 else ""
             raise RequestTooLargeError(
-                f"the prompt's {request.num_prompt_tokens} tokens with max_tokens "
-                f"{request.max_tokens}{samples} need {needed} KV blocks of {config.block_size} "
+                f"the prompt's {num_prompt_tokens} tokens with max_tokens "
+                f"{max_tokens}{samples} need {needed} KV blocks of {config.block_size} "
                 f"tokens, but the pool has {num_blocks}",
                 needed_blocks=needed,
                 total_blocks=num_blocks,

@@ -199,6 +199,10 @@ class Scheduler:
         """Refuse what could never be served; raises as ``add_request``, which does so, too."""
         self._intake.check_size(request)
 
+    def check_lengths(self, num_prompt_tokens: int, max_tokens: int, n: int = 1) -> None:
+        """The same for a request that has not been made yet."""
+        self._intake.check_lengths(num_prompt_tokens, max_tokens, n)
+
     def max_output_tokens(self, num_prompt_tokens: int, n: int = 1) -> int:
         """Largest ``max_tokens`` that context and device pool allow; 0 or less if none does."""
         return self._intake.max_output_tokens(num_prompt_tokens, n)

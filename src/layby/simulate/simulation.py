@@ -265,7 +265,10 @@ class Simulation:
                 n=traced.n,
             )
             self._num_arrived += 1
+            most = traced.max_tokens or traced.num_output_tokens
             try:
+                # First, because a trace may ask for prompts that no list could hold.
+                self.scheduler.check_lengths(traced.num_prompt_tokens, most, traced.n)
                 self.scheduler.add_request(make_request(traced, record, self.profile.block_size))
             except (InvalidRequestError, QueueFullError) as error:
                 self.refusals.add(error)

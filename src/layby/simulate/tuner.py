@@ -38,7 +38,6 @@ from layby.scheduling import SchedulerConfig
 from layby.scheduling.intake import Intake
 from layby.scheduling.memory import KVMemory
 from layby.scheduling.policy import POLICIES
-from layby.simulate.executor import make_request
 from layby.simulate.observations import RequestLog
 from layby.simulate.profiles import Profile
 from layby.simulate.report import number
@@ -472,12 +471,11 @@ def leave_out_misfits(trace: Trace, config: SchedulerConfig) -> tuple[Trace, Mis
     intake = Intake(
         sizes, KVMemory(sizes.num_blocks, 0, sizes.block_size, enable_prefix_caching=False)
     )
-    log = RequestLog(max_records=0)
     kept, reason = [], ""
     for traced in trace.requests:
-        record = log.start("", arrival_s=0, num_prompt_tokens=traced.num_prompt_tokens)
+        most = traced.max_tokens or traced.num_output_tokens
         try:
-            intake.check_size(make_request(traced, record, sizes.block_size))
+            intake.check_lengths(traced.num_prompt_tokens, most, traced.n)
         except InvalidRequestError as error:
             reason = reason or str(error)
         else:
