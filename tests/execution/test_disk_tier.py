@@ -85,7 +85,7 @@ def test_blocks_come_back_byte_for_byte_wherever_they_lay(
 
 def test_the_file_has_no_name_and_all_its_bytes(tmp_path: Path, pool: torch.Tensor) -> None:
     """It must vanish with the process, be nobody else's to read, and never find the disk full."""
-    directory = tmp_path / "new"
+    directory = tmp_path
     disk = DiskTier(str(directory), pool, NUM_DISK)
     assert list(directory.iterdir()) == []
     status = os.fstat(disk._file)

@@ -671,14 +671,15 @@ def test_a_recording_is_a_trace(tmp_path: Path) -> None:
     harness.close()
     assert open_end
     trace = read_trace(tmp_path / "r")
-    assert trace.skipped == 2  # without a token, without an end
-    first, second, cut, aborted = trace.requests
+    assert trace.skipped == 1  # without a token
+    first, second, cut, aborted, unended = trace.requests
     lengths = [(r.num_prompt_tokens, r.num_output_tokens, r.max_tokens) for r in trace.requests]
-    assert lengths == [(18, 5, None), (19, 27, 50), (3, 6, 50), (1, 4, 20)]
-    assert [r.arrival_s for r in trace.requests] == [0.0, 0.5, 0.5, 0.5]
-    assert [r.priority for r in trace.requests] == [0, 3, 0, 0]
-    assert [r.n for r in trace.requests] == [1, 1, 1, 2]
-    assert [r.request_id for r in trace.requests] == ["1", "2", "3", "4"]
+    assert lengths == [(18, 5, None), (19, 27, 50), (3, 6, 50), (1, 4, 20), (1, 10, 20)]
+    assert unended.num_output_tokens == round((5 + 27 + 6 + 4) / 4)  # as long as the others
+    assert [r.arrival_s for r in trace.requests[:4]] == [0.0, 0.5, 0.5, 0.5]
+    assert [r.priority for r in trace.requests] == [0, 3, 0, 0, 0]
+    assert [r.n for r in trace.requests] == [1, 1, 1, 2, 1]
+    assert [r.request_id for r in trace.requests] == ["1", "2", "3", "4", "6"]
     assert len(first.prefix) == len(second.prefix) == 4
     assert first.prefix_block_tokens == 4
     assert first.prefix[:3] == second.prefix[:3]

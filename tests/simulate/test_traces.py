@@ -87,7 +87,7 @@ def test_burstgpt_skips_and_counts_failed_requests(write):
     trace = read_trace(write(BURSTGPT))
     assert lengths(trace) == [(0.0, 472, 18), (113.5, 417, 276)]
     assert trace.skipped == 1
-    assert "1 failed request skipped" in trace.describe()
+    assert "1 request without an answer skipped" in trace.describe()
 
 
 def test_mooncake(write):
@@ -288,7 +288,7 @@ def test_empty_files(write, content):
 
 def test_files_without_a_request_that_could_run(write):
     refused(write(AZURE.splitlines()[0]), None, "no request")
-    refused(write("\n".join(BURSTGPT.splitlines()[::2])), None, "1 failed request")
+    refused(write("\n".join(BURSTGPT.splitlines()[::2])), None, "1 request without an answer")
 
 
 def test_not_utf8(write):

@@ -76,7 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             prog_name="layby",
             standalone_mode=False,
         )
-        sys.stdout.flush()  # now, while a broken pipe can still be dealt with
+        if sys.stdout is not None:  # as it is where a daemon has closed it
+            sys.stdout.flush()  # now, while a broken pipe can still be dealt with
         return code if isinstance(code, int) else 0
     except typer.TyperException as error:
         _complain(_with_hint(error))

@@ -61,6 +61,8 @@ def write_json(target: str, value: Any) -> None:
     """
     text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     if target == STDOUT:
+        if sys.stdout is None:
+            raise LaybyError("standard output is closed")
         sys.stdout.write(text)
         return
     try:

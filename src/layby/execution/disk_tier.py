@@ -198,12 +198,12 @@ def _open_unnamed(directory: str, num_bytes: int) -> int:
         ConfigError: It cannot be made, or there is no room for it.
     """
     try:
-        os.makedirs(directory, mode=0o700, exist_ok=True)
         system = os.statvfs(directory)
         descriptor, name = tempfile.mkstemp(prefix="layby-swap-", dir=directory)
         os.unlink(name)
     except OSError as error:
-        raise ConfigError(f"swap_dir {directory!r} cannot be used: {error}") from error
+        why = error.strerror or error
+        raise ConfigError(f"swap_dir {directory!r} cannot be used: {why}") from error
     free_bytes = system.f_bavail * system.f_frsize
     try:
         if num_bytes > free_bytes:  # trying would fill the disk for a moment, to the harm of others

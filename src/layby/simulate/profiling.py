@@ -46,6 +46,9 @@ that ends at the engine's own settings would be no help in choosing larger ones.
 MOST_CONTEXT_TOKENS = 112 * 1024
 """Positions that are ever in use at once: bounds the memory that profiling touches."""
 
+LEAST_STEPS = 20
+"""Kinds of steps that a profile must rest on: there are a dozen coefficients and two curves."""
+
 DECODE_STEPS = 4
 """Steps measured, after one that warms up, wherever sequences decode."""
 
@@ -219,6 +222,11 @@ def profile_model(
     finally:
         del pool
         engine.close()
+    if sum(not step.held_out for step in timings.steps) < LEAST_STEPS:
+        raise ConfigError(
+            f"a pool of {settings.num_blocks} blocks and {limit_s:g} s leave only "
+            f"{len(timings.steps)} kinds of steps to measure, too few for a profile"
+        )
     cost = fit_cost(timings)
     dtype = engine.dtype or config.dtype
     return Profile(

@@ -158,11 +158,11 @@ def open_recording(path: str | Path) -> Iterator[tuple[EventReader, Callable[[],
 
 
 def _read_layby(lines: TraceLines) -> Iterator[TraceRequest]:
-    """The requests of a recording that got at least a token.
+    """The requests of a recording that were accepted and did not end without a token.
 
-    Left out and counted are those that were refused, ended without a token, or had not ended when
-    the file did. Answers are as long as they were, aborted ones included; samples of one prompt get
-    their mean length, which keeps the work the same.
+    Others are left out and counted. Answers are as long as they were, aborted ones included;
+    samples of one prompt get their mean length, which keeps the work the same. Who had not ended
+    when the file did gets the mean answer of the others, or all it was allowed if that is less.
     """
     reader = EventReader(lines)
     arrivals: dict[int, Arrival] = {}
@@ -192,7 +192,10 @@ def _read_layby(lines: TraceLines) -> Iterator[TraceRequest]:
             except (ValueError, ConfigError) as error:
                 raise reader.error(str(error)) from None
             traced.append((arrival.request, request))
-    lines.skipped += len(arrivals)
+    usual = _mean([request.num_output_tokens for _, request in traced]) or 1
+    for arrival in arrivals.values():
+        outputs = [min(usual, arrival.max_tokens - _mean(arrival.outputs))]
+        traced.append((arrival.request, _as_traced(arrival, outputs, reader.config.block_size)))
     # They ended in another order than they came in, which matters to those that came together.
     yield from (request for _, request in sorted(traced, key=itemgetter(0)))
 

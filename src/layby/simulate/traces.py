@@ -228,7 +228,7 @@ class Trace:
         ):
             text += f", {tokens:,} {what} tokens (mean {tokens / number:,.0f})"
         if self.skipped:
-            text += f"; {counted(self.skipped, 'failed request')} skipped"
+            text += f"; {counted(self.skipped, 'request')} without an answer skipped"
         return text
 
 
@@ -386,7 +386,7 @@ def read_trace(path: str | Path, *, format: str = "auto") -> Trace:  # noqa: A00
         except ConfigError as error:  # what a request cannot be
             raise lines.error(str(error)) from None
     if not requests:
-        failed = f": {counted(lines.skipped, 'failed request')}" if lines.skipped else ""
+        failed = f": {counted(lines.skipped, 'request')} without an answer" if lines.skipped else ""
         raise TraceError(path, None, f"no request in it that could be run{failed}")
     return Trace(Path(path).name, requests, lines.skipped)
 

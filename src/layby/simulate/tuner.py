@@ -39,7 +39,7 @@ from layby.scheduling.intake import Intake
 from layby.scheduling.memory import KVMemory
 from layby.scheduling.policy import POLICIES
 from layby.simulate.observations import RequestLog
-from layby.simulate.profiles import Profile
+from layby.simulate.profiles import MEASURED, Profile
 from layby.simulate.report import number
 from layby.simulate.settings import scheduler_config, with_block_size
 from layby.simulate.simulation import simulate
@@ -279,6 +279,13 @@ class SearchSpace:
         if "swap_disk_gib" in chosen:
             flags.append(("--swap-dir", "DIR"))
         return flags
+
+
+def _model_to_serve(profile: Profile) -> str:
+    """The estimates name no model that could be loaded under their name."""
+    if profile.kind != MEASURED:
+        return "MODEL"
+    return "" if profile.model == EngineConfig().model else profile.model
 
 
 def written(value: object) -> str:
@@ -550,6 +557,7 @@ class TuneResult:
 
     Attributes:
         trace, profile: In a line each.
+        model: What ``layby serve`` is to be given; empty for the default model.
         slo: What was to be met.
         seed: Of the search.
         misfits: Requests left out of the trace.
@@ -567,6 +575,7 @@ class TuneResult:
 
     trace: str
     profile: str
+    model: str
     slo: Slo
     seed: int
     misfits: Misfits
@@ -594,7 +603,11 @@ class TuneResult:
     def command(self) -> str:
         """To paste."""
         return " ".join(
-            ["layby serve", *(f"{name} {value}".rstrip() for name, value in self.flags)]
+            [
+                "layby serve",
+                *([self.model] if self.model else []),
+                *(f"{name} {value}".rstrip() for name, value in self.flags),
+            ]
         )
 
     @property
@@ -757,6 +770,7 @@ def tune(
     return TuneResult(
         trace=trace.describe(),
         profile=f"{profile.name}: {profile.model} in {profile.dtype}, {profile.kind}",
+        model=_model_to_serve(profile),
         slo=slo,
         seed=seed,
         misfits=misfits,
