@@ -51,7 +51,8 @@ Change = Callable[[dict[str, Any]], Any]
 
 
 def decode_s(profile: Profile, num_decodes: int, context: int) -> float:
-    return profile.cost.decode_steps_s(num_decodes, num_decodes * context, 1)[0]
+    base, slope = profile.cost.decode_line(num_decodes)
+    return base + slope * num_decodes * context
 
 
 def prefill_s(profile: Profile, tokens: int) -> float:

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO, get_type_hints
 
 import typer
 
 from layby.cli.flags import FlagGroup, _flag, takes
-from layby.cli.terminal import JsonTarget, check_target, log_to_stderr, table_console, write_json
+from layby.cli.terminal import (
+    HtmlTarget,
+    JsonTarget,
+    check_target,
+    log_to_stderr,
+    progress_bar,
+    table_console,
+    write_json,
+)
 from layby.engine import EngineConfig
 from layby.errors import ConfigError, LaybyError, counted
 from layby.simulate.profiles import BUILT_IN
@@ -175,15 +183,7 @@ def simulate(
             callback=check_target,
         ),
     ] = None,
-    html: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write a report with plots, which needs nothing but a browser.",
-            show_default="none",
-            callback=check_target,
-        ),
-    ] = None,
+    html: HtmlTarget = None,
     options: Mapping[str, Any],
 ) -> None:
     """Play a trace of requests on a virtual clock: what would this server have done?
@@ -224,7 +224,7 @@ def simulate(
     console = table_console(json)
     verdict: str | None = None
     if policies:
-        with _progress_bar("Simulating", len(played) * len(policies)) as progress:
+        with progress_bar("Simulating", unit="requests") as bar:
             reports = compare_policies(
                 played,
                 machine,
@@ -232,7 +232,7 @@ def simulate(
                 options={k: v for k, v in options.items() if k != "scheduling_policy"},
                 slo=promised,
                 settings=asked,
-                progress=progress,
+                progress=None if bar is None else partial(bar, "Simulating"),
             )
         verdict = sentence(reports, promised)
     else:
@@ -241,8 +241,9 @@ def simulate(
                 slo=None if promised is None else promised.limits,
                 csv_file=None if csv is None else stack.enter_context(_csv_file(csv)),
             )
-            progress = stack.enter_context(_progress_bar("Simulating", len(played)))
+            bar = stack.enter_context(progress_bar("Simulating", unit="requests"))
             config = scheduler_config(machine, **options)
+            progress = None if bar is None else partial(bar, "Simulating")
             reports = [play(played, machine, config, log=log, settings=asked, progress=progress)]
     show_reports(reports, played, console)
     if verdict is not None:
@@ -325,32 +326,3 @@ def _csv_file(name: str) -> Iterator[TextIO]:
         raise LaybyError(f"cannot write {name}: {error.strerror or error}") from error
     with file:
         yield file
-
-
-@contextmanager
-def _progress_bar(what: str, total: int) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar of ended requests on a terminal; else None, so that nobody counts for nothing."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("requests"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda ended, _: bar.update(task, completed=ended)

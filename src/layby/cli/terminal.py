@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -51,6 +53,55 @@ JsonTarget = Annotated[
     ),
 ]
 """The parameter of every command that can report in JSON."""
+
+
+HtmlTarget = Annotated[
+    str | None,
+    typer.Option(
+        "--html",
+        metavar="FILE",
+        help="Write a report with plots, which needs nothing but a browser.",
+        show_default="none",
+        callback=check_target,
+    ),
+]
+"""The parameter of every command that can write a report."""
+
+
+@contextmanager
+def progress_bar(what: str, *, unit: str = "") -> Iterator[Callable[[str, int, int], None] | None]:
+    """A bar on a terminal; else None, so that nobody counts for nothing.
+
+    What it yields takes what is being done, how much of it is, and of how much.
+    """
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn(unit),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+
+        def tell(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total)
+
+        yield tell
 
 
 def write_json(target: str, value: Any) -> None:

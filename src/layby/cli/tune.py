@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -22,7 +20,15 @@ from layby.cli.simulate import (
     load_trace,
     scheduler_flags,
 )
-from layby.cli.terminal import JsonTarget, check_target, log_to_stderr, table_console, write_json
+from layby.cli.terminal import (
+    HtmlTarget,
+    JsonTarget,
+    check_target,
+    log_to_stderr,
+    progress_bar,
+    table_console,
+    write_json,
+)
 from layby.errors import LaybyError, counted
 
 if TYPE_CHECKING:
@@ -86,15 +92,7 @@ def tune(
         bool, typer.Option("--search-policy", help="Search --scheduling-policy as well.")
     ] = False,
     json: JsonTarget = None,
-    html: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write a report with plots, which needs nothing but a browser.",
-            show_default="none",
-            callback=check_target,
-        ),
-    ] = None,
+    html: HtmlTarget = None,
     options: Mapping[str, Any],
 ) -> None:
     """Search the settings under which a server answers this traffic best, on a virtual clock.
@@ -119,7 +117,7 @@ def tune(
         max_requests=max_requests,
         seed=seed,
     )
-    with _progress_bar() as progress:
+    with progress_bar("trials") as progress:
         result = search(
             played,
             machine,
@@ -191,35 +189,3 @@ def show_table(table: Table, console: Console) -> None:
         )
         printed.add_row(Text(row.name), *map(Text, cells))
     console.print(printed)
-
-
-@contextmanager
-def _progress_bar() -> Iterator[Callable[[str, int, int], None] | None]:
-    """A bar of simulations on a terminal; else None."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("trials", total=None)
-
-        def tell(what: str, done: int, total: int) -> None:
-            bar.update(task, description=what, completed=done, total=total)
-
-        yield tell

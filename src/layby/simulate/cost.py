@@ -241,17 +241,3 @@ class CostModel:
             StepLoad(decode_tokens=num_decodes, num_sequences=num_decodes, num_samples=num_decodes)
         )
         return base, self.decode_context_s
-
-    def decode_steps_s(self, num_decodes: int, decode_context: int, steps: int) -> list[float]:
-        """Durations of so many such steps on end; every sequence reads one more in each.
-
-        Args:
-            num_decodes: Sequences.
-            decode_context: Positions that they read in the first of the steps.
-            steps: How many.
-        """
-        base, slope = self.decode_line(num_decodes)
-        last = decode_context + num_decodes * steps
-        if num_decodes == 0:
-            return [base + slope * decode_context] * steps
-        return [base + slope * context for context in range(decode_context, last, num_decodes)]
