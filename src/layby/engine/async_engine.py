@@ -18,11 +18,12 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from layby.engine.config import EngineConfig
-from layby.engine.engine import Engine, PreparedRequest, check_priority
+from layby.engine.engine import Engine
 from layby.engine.interfaces import ChatTemplate, Tokenizer
 from layby.engine.kv_pool import KVPoolSize
 from layby.engine.metrics import EngineStats
 from layby.engine.outputs import CompletionDelta, RequestDelta
+from layby.engine.preparation import PreparedRequest, check_priority
 from layby.engine.workers import Workers
 from layby.errors import (
     EngineDeadError,

@@ -11,10 +11,11 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from layby.engine.config import EngineConfig
-from layby.engine.engine import Engine, PreparedRequest
+from layby.engine.engine import Engine
 from layby.engine.interfaces import Tokenizer
 from layby.engine.metrics import EngineStats
 from layby.engine.outputs import CompletionOutput, RequestDelta, RequestOutput
+from layby.engine.preparation import PreparedRequest
 from layby.errors import EngineDeadError, InvalidRequestError, counted, prefixed, shown
 from layby.sampling_params import SamplingParams
 
