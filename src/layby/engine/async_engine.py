@@ -11,15 +11,17 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 from layby.engine.config import EngineConfig
 from layby.engine.engine import Engine
 from layby.engine.interfaces import ChatTemplate, Tokenizer
+from layby.engine.kept_kv import UnfinishedKV
 from layby.engine.kv_pool import KVPoolSize
 from layby.engine.metrics import EngineStats
 from layby.engine.outputs import CompletionDelta, RequestDelta
@@ -32,6 +34,8 @@ from layby.errors import (
     LaybyError,
     prefixed,
 )
+from layby.execution.faults import Faults
+from layby.execution.kv_file import KVFile
 from layby.sampling_params import SamplingParams
 
 logger = logging.getLogger("layby.engine")
@@ -185,6 +189,7 @@ class AsyncEngine:
         # Of the engine's thread; the forced end of a shutdown reads the first when that is stuck.
         self._streams: dict[str, RequestStream] = {}
         self._outbox: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
+        self._unfinished: UnfinishedKV | None = None  # of what was cut off
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> AsyncEngine:
@@ -211,11 +216,21 @@ class AsyncEngine:
             self._thread = threading.Thread(target=self._run, name="layby-engine", daemon=True)
             self._thread.start()
 
-    async def shutdown(self, drain_timeout_s: float = 30.0) -> None:
+    async def shutdown(
+        self,
+        drain_timeout_s: float = 30.0,
+        *,
+        save: Callable[[UnfinishedKV], Awaitable[None]] | None = None,
+    ) -> None:
         """Take nothing new, finish what was accepted, then free everything.
 
         What has not finished after ``drain_timeout_s`` seconds ends with ``abort`` and an
         EngineDrainingError in its last delta. May be called again.
+
+        Args:
+            drain_timeout_s: How long accepted work may go on.
+            save: Called then, if there is such work, with where its KV lies; the memory is freed
+                afterwards.
         """
         self.begin_drain()
         thread = self._thread
@@ -231,6 +246,9 @@ class AsyncEngine:
                     force_end = partial(stream._force_end, "abort", self._cut_off)
                     stream.loop.call_soon_threadsafe(force_end)
                 return
+        unfinished, self._unfinished = self._unfinished, None
+        if save is not None and unfinished is not None and unfinished.places:
+            await save(unfinished)
         self._engine.close()
 
     def begin_drain(self) -> None:
@@ -394,17 +412,46 @@ class AsyncEngine:
 
         They are handed over in one command: the engine obeys only between two steps.
         """
-        loop = asyncio.get_running_loop()
-        streams = [RequestStream(self, one, loop) for one in prepared]
-        done = loop.create_future()
-        self._command(_Submit(prepared, streams, names_index, loop, done))
+        submit = self._new_submit(prepared, names_index=names_index)
+        self._command(submit)
         try:
-            await done
+            await submit.done
         except asyncio.CancelledError:
-            for stream in streams:
+            for stream in submit.streams:
                 stream.close()  # it may have been queued already
             raise
-        return streams
+        return submit.streams
+
+    async def queue_each(
+        self, groups: Sequence[list[PreparedRequest]]
+    ) -> list[list[RequestStream] | LaybyError]:
+        """The same for several groups, in this order and before one and the same step: what became
+        of each.
+
+        Raises:
+            EngineDrainingError, EngineDeadError, EngineUnavailableError: The engine takes none.
+        """
+        submits = [self._new_submit(prepared) for prepared in groups]
+        self._command(*submits)
+        outcomes: list[list[RequestStream] | LaybyError] = []
+        for submit in submits:
+            try:
+                await submit.done
+                outcomes.append(submit.streams)
+            except LaybyError as error:
+                outcomes.append(error)
+        return outcomes
+
+    def _new_submit(self, prepared: list[PreparedRequest], *, names_index: bool = False) -> _Submit:
+        loop = asyncio.get_running_loop()
+        streams = [RequestStream(self, one, loop) for one in prepared]
+        return _Submit(prepared, streams, names_index, loop, loop.create_future())
+
+    # --- from one process to the next ---
+
+    async def open_kept(self, path: Path, faults: Faults | None = None) -> KVFile | None:
+        """As :meth:`Engine.open_kept`."""
+        return await self._in_between(lambda engine: engine.open_kept(path, faults))
 
     # --- checks, safe in any thread ---
 
@@ -417,10 +464,17 @@ class AsyncEngine:
         cache_salt: str,
         age_s: float,
         outputs: Sequence[tuple[list[int], str | None]] = (),
+        kept: KVFile | None = None,
     ) -> PreparedRequest:
         """As :meth:`Engine.prepare_again`."""
         return self._engine.prepare_again(
-            prompt, params, priority=priority, cache_salt=cache_salt, age_s=age_s, outputs=outputs
+            prompt,
+            params,
+            priority=priority,
+            cache_salt=cache_salt,
+            age_s=age_s,
+            outputs=outputs,
+            kept=kept,
         )
 
     def encode(
@@ -560,18 +614,19 @@ class AsyncEngine:
             raise EngineUnavailableError("the engine does not run")
         return await done
 
-    def _command(self, command: _Command) -> bool:
-        """Leave a command for the engine's thread; False if nobody reads it any more.
+    def _command(self, *commands: _Command) -> bool:
+        """Leave commands of one kind for the engine's thread, to be obeyed before the same step;
+        False if nobody reads them any more.
 
         Raises:
-            EngineUnavailableError: It is a submission, and the engine takes none.
+            EngineUnavailableError: They are submissions, and the engine takes none.
         """
         with self._wake:
-            if isinstance(command, _Submit):
+            if any(isinstance(command, _Submit) for command in commands):
                 self._check_open()
             elif self._closed or self._thread is None:
                 return False
-            self._commands.append(command)
+            self._commands += commands
             self._wake.notify()
         return True
 
@@ -615,10 +670,12 @@ class AsyncEngine:
             elif self._streams.get(command.stream.request_id) is command.stream:
                 self._abort(command.stream.request_id)
         if cut_off is not None:
+            self._unfinished = self._engine.unfinished_kv()
             for request_id in list(self._streams):
                 self._abort(request_id, cut_off)
         self._flush()  # so that refusals do not wait for the step
-        return self._engine.has_unfinished or not draining
+        # After a cut there is no other step: it might touch what is to be saved.
+        return cut_off is None and (self._engine.has_unfinished or not draining)
 
     def _submit(self, command: _Submit) -> None:
         error: Exception | None = None

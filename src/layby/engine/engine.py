@@ -6,11 +6,13 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from prometheus_client import Gauge
 
 from layby.engine.costs import CostMeter
 from layby.engine.interfaces import ChatTemplate, Tokenizer
+from layby.engine.kept_kv import UnfinishedKV, bring_back, key_of, open_kept
 from layby.engine.kv_pool import KVPoolSize, check_pool_size
 from layby.engine.live import LiveRequest
 from layby.engine.metrics import BusyLog, EngineMetrics, EngineStats
@@ -28,6 +30,8 @@ from layby.errors import (
     counted,
 )
 from layby.execution.executor import Executor, PositionLogprobs, StepResult
+from layby.execution.faults import Faults
+from layby.execution.kv_file import KVFile
 from layby.sampling_params import SamplingParams
 from layby.scheduling import Request, Scheduler
 from layby.scheduling.plan import StepPlan, TransferEnd
@@ -172,7 +176,10 @@ class Engine(RequestPreparer):
         was_idle = not self._live
         if self._shedding is not None and not prepared.was_accepted:
             self._shed(request, self._shedding)
-        self.scheduler.add_request(request, was_accepted=prepared.was_accepted)
+        if prepared.kept is None or not bring_back(
+            request, prepared.kept, self.scheduler, self.executor
+        ):
+            self.scheduler.add_request(request, was_accepted=prepared.was_accepted)
         self._live[request.request_id] = LiveRequest.of(
             prepared, self.tokenizer, defers_text=self.defers_text
         )
@@ -342,6 +349,26 @@ class Engine(RequestPreparer):
             if self.recorder is not None:
                 self.recorder.close()
             self.executor.close()
+
+    # --- from one process to the next ---
+
+    def unfinished_kv(self) -> UnfinishedKV:
+        """Where the KV of live requests lies, for saving it; between two steps."""
+        places = []
+        for request in sorted(self.scheduler.requests.values(), key=self.scheduler.policy.urgency):
+            live = self._live[request.request_id]
+            if live.prompt_logprobs is not None and not live.has_answered:
+                continue  # the next process will want them all, and has to compute them for it
+            if (place := self.scheduler.locate_kv(request)) is not None:
+                places.append((key_of(request), place))
+        return UnfinishedKV(self.executor, self.identity, places)
+
+    def open_kept(self, path: Path, faults: Faults | None = None) -> KVFile | None:
+        """What an earlier process has saved of KV; None if there is nothing, or nothing of use.
+
+        Its reader closes it when its requests have been submitted.
+        """
+        return open_kept(path, self.executor, self.identity, self.scheduler, faults)
 
     # --- reports ---
 

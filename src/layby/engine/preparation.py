@@ -11,7 +11,9 @@ from typing import Any
 
 from layby.engine.detokenizer import StopStrings
 from layby.engine.interfaces import ChatTemplate, Tokenizer
+from layby.engine.kept_kv import key_of
 from layby.errors import InvalidRequestError, counted, shown
+from layby.execution.kv_file import KeptKV, KVFile
 from layby.sampling_params import SamplingParams
 from layby.scheduling import Request, Scheduler
 from layby.scheduling.request import FinishReason
@@ -27,6 +29,7 @@ class PreparedRequest:
         params: As the caller gave them.
         stops: The stop strings of ``params``, ready to be searched for.
         was_accepted: An earlier process accepted it: it finds a place even in a full queue.
+        kept: What that process kept of its KV.
     """
 
     request: Request
@@ -34,6 +37,7 @@ class PreparedRequest:
     params: SamplingParams
     stops: StopStrings
     was_accepted: bool = False
+    kept: KeptKV | None = None
 
     @property
     def settled_params(self) -> SamplingParams:
@@ -143,6 +147,7 @@ class RequestPreparer:
         cache_salt: str,
         age_s: float,
         outputs: Sequence[tuple[list[int], str | None]] = (),
+        kept: KVFile | None = None,
     ) -> PreparedRequest:
         """``prepare`` what an earlier process accepted and did not finish; safe in any thread.
 
@@ -152,6 +157,7 @@ class RequestPreparer:
             age_s: Seconds since it arrived.
             outputs: The samples so far, if there is anything of them: for each its output tokens
                 and its finish reason.
+            kept: The KV that process kept, of which this request takes its own.
 
         Raises:
             InvalidRequestError: This engine cannot serve it, or it cannot go on from there.
@@ -169,7 +175,8 @@ class RequestPreparer:
                 )
             except ValueError as error:
                 raise InvalidRequestError(str(error)) from None
-        return replace(prepared, was_accepted=True)
+        own = None if kept is None else kept.take(key_of(prepared.request))
+        return replace(prepared, was_accepted=True, kept=own)
 
     @property
     def max_prompt_chars(self) -> int:

@@ -64,6 +64,8 @@ from layby.scheduling import (
     BlockMove,
     FinishReason,
     IdleState,
+    KVPlace,
+    KVTables,
     MoveCosts,
     Policy,
     Request,
@@ -156,6 +158,9 @@ class Arrival:
         was_accepted: An earlier process had accepted it.
         outputs: Output tokens that each of its samples had then, if any had.
         reasons: Why each of those had ended, if any had.
+        computed: Positions of each of its live samples whose KV was kept, if any was: then it came
+            parked.
+        kept: For each of these the blocks they were kept in, numbered from 0.
         hashes: Contents of the prompt's full blocks.
         refused: Name of the error with which it was refused.
     """
@@ -171,6 +176,8 @@ class Arrival:
     was_accepted: bool = False
     outputs: Ints = field(default_factory=list)
     reasons: Strs = field(default_factory=list)
+    computed: Ints = field(default_factory=list)
+    kept: Rows = field(default_factory=list)
     hashes: str = ""
     refused: str = ""
 
@@ -855,9 +862,14 @@ class Recorder:
     # --- what happens ---
 
     def arrived(
-        self, request: Request, refusal: Exception | None = None, *, was_accepted: bool = False
+        self,
+        request: Request,
+        refusal: Exception | None = None,
+        *,
+        was_accepted: bool = False,
+        kept: KVTables | None = None,
     ) -> None:
-        """A request was queued, or refused."""
+        """A request was queued, parked (with what was kept of it) or refused."""
         full_blocks = request.num_prompt_tokens // self._scheduler.config.block_size
         hashes = ""
         if refusal is None:  # what is refused costs no hashing
@@ -882,6 +894,8 @@ class Recorder:
                 was_accepted=was_accepted,
                 outputs=outputs if any(outputs) else [],
                 reasons=reasons if any(reasons) else [],
+                computed=[] if kept is None else list(kept.computed),
+                kept=[] if kept is None else [list(table) for table in kept.tables],
                 hashes=hashes,
                 refused="" if refusal is None else type(refusal).__name__,
             )
@@ -1144,6 +1158,15 @@ class RecordedScheduler(Scheduler):
                 self._tell(self.recorder.arrived, request, refusal, was_accepted=was_accepted)
             raise
         self._tell(self.recorder.arrived, request, was_accepted=was_accepted)
+
+    def add_parked(self, request: Request, kept: KVTables) -> KVPlace | None:
+        """See ``Scheduler``."""
+        place = super().add_parked(request, kept)
+        if place is not None:  # else the caller adds it in the other way
+            numbers = {block: number for number, block in enumerate(kept.blocks)}
+            tables = kept.renumbered(numbers)
+            self._tell(self.recorder.arrived, request, was_accepted=True, kept=tables)
+        return place
 
     def schedule(self) -> StepPlan:
         """See ``Scheduler``."""

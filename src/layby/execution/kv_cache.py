@@ -136,6 +136,22 @@ class KVCache:
             staged = self._blocks.index_select(0, self._index([move.src for move in moves]))
             self._blocks.index_copy_(0, self._index([move.dst for move in moves]), staged)
 
+    @torch.inference_mode()
+    def export_blocks(self, blocks: Sequence[int], *, parked: bool) -> memoryview:
+        """A copy of what device blocks, or parked ones, hold, one after the other."""
+        self.synchronize()
+        pool = self._parked if parked else self._blocks
+        index = torch.tensor(blocks, dtype=torch.int64, device=pool.device)
+        copied = pool.index_select(0, index).cpu()
+        return memoryview(copied.view(torch.uint8).reshape(-1).numpy().data)
+
+    @torch.inference_mode()
+    def import_parked(self, blocks: Sequence[int], content: memoryview) -> None:
+        """Fill blocks of the swap pool."""
+        self.synchronize()
+        words = torch.frombuffer(content, dtype=self._parked.dtype).view(len(blocks), -1)
+        self._parked.index_copy_(0, torch.tensor(blocks, dtype=torch.int64), words)
+
     def synchronize(self) -> None:
         """Wait until the moves are done and the swap pool's bytes may be read by other means."""
         if self._stream is not None:

@@ -17,6 +17,7 @@ from layby.scheduling.classes import Classes
 from layby.scheduling.config import SchedulerConfig
 from layby.scheduling.costs import Decision, MoveCosts, decide
 from layby.scheduling.intake import Intake
+from layby.scheduling.kept import KVPlace, KVTables, check_kept, locate, take_place
 from layby.scheduling.memory import KVMemory
 from layby.scheduling.metrics import SchedulerMetrics
 from layby.scheduling.plan import (
@@ -171,6 +172,48 @@ class Scheduler:
             RequestTooLargeError: It would not fit in the device pool even alone.
             QueueFullError: ``max_queue`` is reached.
         """
+        self._check_new(request, was_accepted=was_accepted)
+        self._take_in(request)
+        self.waiting.add(request)
+        self._num_queued_seqs += request.n
+
+    def add_parked(self, request: Request, kept: KVTables) -> KVPlace | None:
+        """Put a request in the swapped queue whose KV an earlier process has kept.
+
+        Its blocks are taken, and must be filled before the next step; if they cannot be, call
+        ``lose_kv``. Who was parked by the end of a process is treated as who was preempted.
+
+        Args:
+            request: As for ``add_request``; an earlier process accepted it.
+            kept: What is kept of it, in blocks of any numbers.
+
+        Returns:
+            The blocks to fill, in RAM or on disk, in the order of ``kept``. None if there is no
+            room for them: the request has not been added.
+
+        Raises:
+            InvalidRequestError, RequestTooLargeError: As ``add_request``.
+            ValueError: It cannot go on from what is kept.
+        """
+        self._check_new(request, was_accepted=True)
+        check_kept(self.memory, request, kept)
+        place = take_place(self.memory, request, kept)
+        if place is None:
+            return None
+        self._take_in(request)
+        request.move_to(RequestStatus.SWAPPED)
+        request.swapped_since = self.clock()
+        request.num_preemptions = 1
+        self.swapped.add(request)
+        self.tiers.reorder()
+        self._num_placed_seqs += request.num_live_seqs
+        return place
+
+    def locate_kv(self, request: Request) -> KVPlace | None:
+        """Where the KV of a live request lies, between two steps; None: there is none of use."""
+        return locate(self.memory, request, is_in_ram=self.tiers.is_in_ram(request))
+
+    def _check_new(self, request: Request, *, was_accepted: bool) -> None:
         if request.request_id in self.requests:
             raise InvalidRequestError(
                 f"a request with id {request.request_id!r} is already being served",
@@ -184,14 +227,15 @@ class Scheduler:
         self._intake.check_size(request)
         if not was_accepted:
             self._intake.check_queue(request, self._num_queued_seqs, self._num_placed_seqs)
+
+    def _take_in(self, request: Request) -> None:
+        """Number a request that comes; the caller puts it in a queue."""
         if request.arrival_time is None:
             request.arrival_time = self.clock()
         self._num_added += 1
         request.order = self._num_added
         self.requests[request.request_id] = request
         self._classes.begin_wait(request, request.arrival_time)
-        self.waiting.add(request)
-        self._num_queued_seqs += request.n
         self._is_quiet = False
         self.metrics.requests_accepted += 1
 

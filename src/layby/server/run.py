@@ -21,6 +21,7 @@ import uvicorn
 from layby.engine.config import DEFAULT_KEEP_S
 from layby.engine.journal import Journal
 from layby.errors import ConfigError, counted
+from layby.execution.faults import Faults
 from layby.server.app import create_app
 from layby.server.docs_page import example_curl
 from layby.server.durable import DurableRequests
@@ -44,7 +45,7 @@ def serve(
     admin_api_key: str | None = None,
     drain_timeout_s: float = 30.0,
     state_dir: str | Path | None = None,
-    keep_results_s: float = DEFAULT_KEEP_S,
+    keep_results_s: float | None = None,
     isolate_prefix_cache: bool = False,
 ) -> None:
     """Load the model and serve it until a signal ends the process.
@@ -58,7 +59,8 @@ def serve(
         drain_timeout_s: How long accepted work may go on after the first signal, in seconds.
         state_dir: Where requests are written down, so that the next process finishes what this
             one does not; None forgets them.
-        keep_results_s: How long it keeps answers for callers who come back, in seconds.
+        keep_results_s: How long it keeps answers for callers who come back, in seconds; a day if
+            None.
         isolate_prefix_cache: Calls with different keys share no cached prefixes.
 
     Raises:
@@ -90,21 +92,27 @@ def serve_engine(
     admin_api_key: str | None = None,
     drain_timeout_s: float = 30.0,
     state_dir: str | Path | None = None,
-    keep_results_s: float = DEFAULT_KEEP_S,
+    keep_results_s: float | None = None,
     isolate_prefix_cache: bool = False,
 ) -> None:
     """The same for an engine that ``build`` makes once port and state directory are ours."""
+    if state_dir is None and keep_results_s is not None:
+        raise ConfigError(
+            f"keep_results is {keep_results_s:g} s, but without a state_dir no results are kept: "
+            "name one, or leave keep_results out"
+        )
     sock = bind(host, port)
     journal: Journal | None = None
     durable: DurableRequests | None = None
     try:
         if state_dir is not None:
-            journal = Journal(Path(state_dir), keep_s=keep_results_s)
+            keep_s = DEFAULT_KEEP_S if keep_results_s is None else keep_results_s
+            journal = Journal(Path(state_dir), keep_s=keep_s)
         with _signals_exit():
             engine = build()
             if journal is not None:
                 journal.claim(engine.identity)
-                durable = DurableRequests(engine, journal)
+                durable = DurableRequests(engine, journal, Faults.from_environment())
             app = create_app(
                 engine,
                 api_key=api_key,
@@ -167,10 +175,11 @@ async def _run(
 ) -> None:
     loop = asyncio.get_running_loop()
     drains: list[asyncio.Task[None]] = []
+    save = None if durable is None else durable.save_kv
 
     async def drain() -> None:
         try:
-            await engine.shutdown(drain_timeout_s)
+            await engine.shutdown(drain_timeout_s, save=save)
         finally:
             server.should_exit = True
 
@@ -198,7 +207,7 @@ async def _run(
         if drains:
             await drains[0]
         else:
-            await engine.shutdown(0.0)
+            await engine.shutdown(0.0, save=save)
         if durable is not None:
             await durable.close()
         stats = engine.stats()

@@ -26,9 +26,9 @@ from layby.engine.config import EngineConfig
 from layby.engine.engine import Engine
 from layby.engine.interfaces import Tokenizer
 from layby.errors import ConfigError, EngineUnavailableError
-from layby.execution.executor import Executor, StepResult
+from layby.execution.executor import BlockFormat, Executor, StepResult
 from layby.sampling_params import SamplingParams
-from layby.scheduling import BlockMove, Scheduler, SchedulerConfig, Transfer
+from layby.scheduling import BlockMove, Scheduler, SchedulerConfig, Tier, Transfer
 from layby.scheduling.plan import StepPlan
 from layby.simulate.cost import CostModel, Knots, MoveCost, StepLoad
 from layby.simulate.profiles import MEASURED, FitError, Profile, SchedulerDefaults
@@ -289,6 +289,16 @@ class _Probe:
         if self.answers_at_once:
             return StepResult([self._token] * plan.num_samples)
         return self._real.execute(plan)
+
+    @property
+    def block_format(self) -> BlockFormat:
+        return self._real.block_format
+
+    def export_blocks(self, tier: Tier, blocks: Sequence[int]) -> memoryview:
+        return self._real.export_blocks(tier, blocks)
+
+    def import_blocks(self, tier: Tier, blocks: Sequence[int], content: memoryview) -> None:
+        self._real.import_blocks(tier, blocks, content)
 
     def release(self, request_id: str) -> None:
         self._real.release(request_id)

@@ -53,6 +53,7 @@ from layby.errors import (
 from layby.scheduling import (
     FinishReason,
     IdleState,
+    KVTables,
     MoveCosts,
     PoolState,
     PreemptionMode,
@@ -565,7 +566,12 @@ class Replay:
             )
             if arrival.outputs:
                 request.continue_from(_continued(arrival))
-            scheduler.add_request(request, was_accepted=arrival.was_accepted)
+            if arrival.computed:
+                kept = KVTables(tuple(arrival.computed), tuple(map(tuple, arrival.kept)))
+                if scheduler.add_parked(request, kept) is None:
+                    raise ValueError("there is no room for a request that came parked")
+            else:
+                scheduler.add_request(request, was_accepted=arrival.was_accepted)
         except (InvalidRequestError, QueueFullError) as error:
             refused = type(error).__name__
         self.check.decisions += bool(refused)
