@@ -85,7 +85,7 @@ def _show_capacity(found: Capacity, needed: Replicas | None, console: Console) -
     from rich.table import Table
 
     from layby.simulate.report import duration, share
-    from layby.simulate.tuner import times
+    from layby.simulate.tune_result import times
 
     def say(text: str) -> None:
         console.print(text, soft_wrap=True, markup=False)

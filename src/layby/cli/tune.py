@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from layby.simulate.report import Table
-    from layby.simulate.tuner import TuneResult
+    from layby.simulate.tune_result import TuneResult
 
 SloText = Annotated[
     str,
