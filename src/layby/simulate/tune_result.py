@@ -1,4 +1,4 @@
-"""What a search of the settings found: its trials, their front, what each setting bought, cliffs."""
+"""What a search of the settings found: trials, their front, what each setting bought; cliffs."""
 
 from __future__ import annotations
 
