@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -142,6 +142,15 @@ def traces(draw: st.DrawFn) -> Trace:
     return Trace("random", requests, resizes=resizes)
 
 
+def flood(classes: Sequence[int]) -> Trace:
+    """More than the server can take, for long enough to be sure of it; then somebody alone."""
+    requests = [
+        TraceRequest(0.2 * i, 4, 10 + 7 * i % 30, priority=classes[i % len(classes)])
+        for i in range(60)
+    ]
+    return Trace("flood", [*requests, TraceRequest(90.0, 3, 5)])
+
+
 def gauge() -> PressureGauge:
     """One that is quick to judge."""
     return PressureGauge(
@@ -191,6 +200,26 @@ def alike(one: Any, other: Any, where: str = "") -> None:
 def test_taking_quiet_steps_at_once_changes_nothing(
     trace: Trace, changed: dict[str, Any], shed_load: bool
 ) -> None:
+    same_with_and_without_skips(trace, changed, shed_load=shed_load)
+
+
+@pytest.mark.parametrize("classes", [(0,), (0, 5), (0, 0, 5, 9)])
+@pytest.mark.parametrize("changed", [{"num_swap_blocks": 0}, {"priority_aging": 2.0}])
+def test_who_is_shed_is_the_same_with_and_without_skips_and_in_the_engine(
+    classes: Sequence[int], changed: dict[str, Any]
+) -> None:
+    trace, changed = flood(classes), changed | {"num_blocks": 26}
+    refused = same_with_and_without_skips(trace, changed, shed_load=True)
+    assert refused["shed"] > 0
+    assert list(refused["shed_by_class"]) == [str(max(classes))]
+    same_as_the_engine(trace, changed, shed_load=True)
+    assert same_with_and_without_skips(trace, changed, shed_load=False)["shed"] == 0
+
+
+def same_with_and_without_skips(
+    trace: Trace, changed: dict[str, Any], *, shed_load: bool
+) -> dict[str, Any]:
+    """Returns who was refused."""
     reports = []
     for skips in (True, False):
         simulation = Simulation(
@@ -222,6 +251,7 @@ def test_taking_quiet_steps_at_once_changes_nothing(
             [(span[0].value, *span[1:]) for span in one.spans],
             [(span[0].value, *span[1:]) for span in other.spans],
         )
+    return reports[0].refusals.as_dict()
 
 
 @settings(max_examples=25)
@@ -588,6 +618,10 @@ def test_the_simulation_decides_as_the_engine_does(
     trace: Trace, changed: dict[str, Any], shed_load: bool
 ) -> None:
     """Every plan is the same, at the same time: queues, moves, tokens."""
+    same_as_the_engine(trace, changed, shed_load=shed_load)
+
+
+def same_as_the_engine(trace: Trace, changed: dict[str, Any], *, shed_load: bool) -> None:
     simulation = Simulation(
         trace,
         profile(DEAR),
