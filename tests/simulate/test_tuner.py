@@ -16,8 +16,8 @@ from layby.errors import ConfigError, LaybyError
 from layby.scheduling import SchedulerConfig
 from layby.simulate.cost import CostModel, MoveCost
 from layby.simulate.laboratory import Bench, Outcome, leave_out_misfits
+from layby.simulate.page import Chart, render_page
 from layby.simulate.profiles import MEASURED, Profile, SchedulerDefaults
-from layby.simulate.report import Chart, render_page
 from layby.simulate.search_space import HELD, KNOBS, SearchSpace, written
 from layby.simulate.slo import parse_slo
 from layby.simulate.study import opened_study

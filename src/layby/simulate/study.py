@@ -26,7 +26,9 @@ _DIRECTIONS: Final[tuple[Literal["maximize"], Literal["minimize"]]] = ("maximize
 def identity_of(bench: Bench, space: SearchSpace, seed: int) -> dict[str, str]:
     """What a study is of: it can go on only with all of it the same."""
     return {
-        "trace": _digest([tuple(_numbers(each)) for each in bench.trace.requests]),
+        "trace": _digest(
+            [tuple(_numbers(each)) for each in (*bench.trace.requests, *bench.trace.resizes)]
+        ),
         "profile": _digest(bench.profile.as_dict()),
         "slo": str(bench.slo),
         "settings": _digest([asdict(space.base), space.rungs]),
@@ -35,9 +37,9 @@ def identity_of(bench: Bench, space: SearchSpace, seed: int) -> dict[str, str]:
     }
 
 
-def _numbers(request: object) -> Iterator[object]:
-    for each in fields(request):  # type: ignore[arg-type]
-        yield getattr(request, each.name)
+def _numbers(part: object) -> Iterator[object]:
+    for each in fields(part):  # type: ignore[arg-type]
+        yield getattr(part, each.name)
 
 
 def _digest(value: object) -> str:

@@ -8,7 +8,7 @@ from typing import Final
 
 from layby.errors import counted
 from layby.simulate.laboratory import Outcome
-from layby.simulate.report import (
+from layby.simulate.page import (
     Axis,
     Cell,
     Chart,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Final
 
 from layby.simulate.laboratory import Misfits, Outcome
-from layby.simulate.report import number
+from layby.simulate.page import number
 from layby.simulate.search_space import Settings, Value
 from layby.simulate.slo import Slo
 
