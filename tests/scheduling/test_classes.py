@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from layby.errors import ConfigError, InvalidRequestError
@@ -218,7 +220,7 @@ class TestAging:
         for number in range(10, 50):
             harness.scheduler.abort(str(number))
         harness.run()
-        assert not harness.scheduler._classes.may_rise
+        assert harness.scheduler._classes.next_rise == math.inf
 
 
 class TestLongRuns:
@@ -293,17 +295,24 @@ class TestLongRuns:
         assert scheduler.quiet_steps() == 5
 
 
-def test_time_that_matters_is_never_skipped() -> None:
-    """How long a step takes is not the scheduler's to know."""
+def test_quiet_steps_end_when_somebody_rises() -> None:
     harness = tiny(max_num_seqs=1, priority_aging=100)
     harness.add(p=4, o=30)
     waiting = harness.add(p=4, o=3)
+    scheduler = harness.scheduler
     for _ in range(4):
         harness.step()
-    assert harness.scheduler.quiet_steps() == 0
-    harness.scheduler.abort(waiting.request_id)
+    assert waiting.arrival_time is not None
+    assert scheduler.quiet_steps() > 0
+    assert scheduler.quiet_until() == waiting.arrival_time + 100
+    harness.now = waiting.arrival_time + 100
+    assert scheduler.quiet_steps() == 0
     harness.step()
-    assert harness.scheduler.quiet_steps() > 0
+    assert waiting.rank == -1
+    assert scheduler.quiet_until() == waiting.arrival_time + 200
+    scheduler.abort(waiting.request_id)
+    harness.step()
+    assert scheduler.quiet_until() == math.inf
 
 
 @pytest.mark.parametrize(

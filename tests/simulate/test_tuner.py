@@ -14,28 +14,17 @@ import pytest
 from layby.engine.config import GIB, EngineConfig
 from layby.errors import ConfigError, LaybyError
 from layby.scheduling import SchedulerConfig
-from layby.simulate import tuner
 from layby.simulate.cost import CostModel, MoveCost
+from layby.simulate.laboratory import Bench, Outcome, leave_out_misfits
+from layby.simulate.page import Chart, render_page
 from layby.simulate.profiles import MEASURED, Profile, SchedulerDefaults
-from layby.simulate.report import Chart, render_page
+from layby.simulate.search_space import HELD, KNOBS, SearchSpace, written
 from layby.simulate.slo import parse_slo
+from layby.simulate.study import opened_study
 from layby.simulate.traces import Trace, TraceRequest
 from layby.simulate.tune_report import front_table, tune_page
-from layby.simulate.tuner import (
-    HELD,
-    KNOBS,
-    Bench,
-    Outcome,
-    SearchSpace,
-    Trial,
-    TuneResult,
-    choose,
-    cliffs_between,
-    leave_out_misfits,
-    pareto_front,
-    tune,
-    written,
-)
+from layby.simulate.tune_result import Trial, TuneResult, choose, cliffs_between, pareto_front
+from layby.simulate.tuner import tune
 
 BLOCK_BYTES = 2**20
 
@@ -303,9 +292,9 @@ def test_a_file_that_is_no_study_is_left_alone(tmp_path: Path) -> None:
 def test_a_study_in_use_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "study"
     with (
-        tuner._opened_study(file, {"seed": "0"}),
+        opened_study(file, {"seed": "0"}),
         pytest.raises(LaybyError, match="in use by another run"),
-        tuner._opened_study(file, {"seed": "0"}),
+        opened_study(file, {"seed": "0"}),
     ):
         pass
 

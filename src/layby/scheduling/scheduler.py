@@ -917,8 +917,6 @@ class Scheduler:
         """
         if not self._is_quiet or self._attended or self._open_plan is not None:
             return 0
-        if self._classes.may_rise:
-            return 0  # at a time, and how long a step takes is not known here
         if self.tiers.num_transfers:
             return 0  # their ends come from outside
         if self.config.preemption_threshold < 1 and self._yields_any():
@@ -939,8 +937,11 @@ class Scheduler:
 
     def quiet_until(self) -> float:
         """When ``quiet_steps`` ends by the clock alone, in seconds on it: room that was kept for
-        urgent work is given up then, and somebody may come in. Infinity if it does not."""
-        return self._quiet_until if self.swapped or self.waiting else math.inf
+        urgent work is given up then, and somebody may come in, or somebody who waits rises.
+        Infinity if it does not."""
+        if not (self.swapped or self.waiting):
+            return math.inf
+        return min(self._quiet_until, self._classes.next_rise)
 
     def _yields_any(self) -> bool:
         least = self.running.tail

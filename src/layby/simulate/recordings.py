@@ -64,6 +64,7 @@ from layby.scheduling import (
     TransferEnd,
 )
 from layby.simulate.executor import STOP_TOKEN, TOKEN, VirtualClock
+from layby.simulate.resizes import PoolResize
 from layby.simulate.traces import READERS, TraceError, TraceLines, TraceReader, TraceRequest
 
 MAX_PROMPT_TOKENS = 10**8
@@ -164,8 +165,11 @@ def _read_layby(lines: TraceLines) -> Iterator[TraceRequest]:
     Others are left out and counted. Answers are as long as they were, aborted ones included;
     samples of one prompt get their mean length, which keeps the work the same. Who had not ended
     when the file did gets the mean answer of the others, or all it was allowed if that is less.
+    A new size of the device pool is given to the step that made it so.
     """
     reader = EventReader(lines)
+    pool_blocks = reader.config.num_blocks
+    asked_blocks: int | None = None  # since the last step
     arrivals: dict[int, Arrival] = {}
     traced: list[tuple[int, TraceRequest]] = []
     for event in reader:
@@ -179,6 +183,14 @@ def _read_layby(lines: TraceLines) -> Iterator[TraceRequest]:
                 ended = event.ended
             case Abort():
                 ended = [[event.request, *event.outputs]]
+            case State() if len(event.device_free) + len(event.device_cached) != pool_blocks:
+                asked_blocks = len(event.device_free) + len(event.device_cached)
+            case Resize():
+                asked_blocks = event.num_blocks
+            case Run() | Step() if asked_blocks is not None:
+                at_s = max(0.0, event.times[0])
+                lines.resizes.append(PoolResize(at_s, asked_blocks, reader.config.block_size))
+                pool_blocks, asked_blocks = asked_blocks, None
         for row in ended:
             arrival = arrivals.pop(row[0], None) if row else None
             if arrival is None:
