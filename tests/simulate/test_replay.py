@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layby.engine import recorder as recording
+from layby.engine import recorder
+from layby.engine.recording import file as recording_file
 from layby.errors import LaybyError
 from layby.sampling_params import SamplingParams
 from layby.scheduling import SchedulerConfig
@@ -120,8 +121,8 @@ def test_any_traffic_is_decided_the_same_again(
 ) -> None:
     """Also in several files, with and without idle moments to begin them in."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recording, "FLUSH_S", flush_s)
-        patch.setattr(recording, "KEPT_FILES", 1000)
+        patch.setattr(recorder, "FLUSH_S", flush_s)
+        patch.setattr(recording_file, "KEPT_FILES", 1000)
         path = Path(folder) / "r"
         record(
             path,
@@ -196,7 +197,7 @@ def resize(harness: RecordedHarness, rng: random.Random) -> None:
 def test_a_pool_that_changes_its_size_is_replayed(seed: int, max_bytes: int) -> None:
     """A file that begins in an idle moment knows the size of then."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recording, "KEPT_FILES", 1000)
+        patch.setattr(recording_file, "KEPT_FILES", 1000)
         path = Path(folder) / "r"
         record(path, seed, requests=10, meddling=resize, max_bytes=max_bytes)
         older = len(list(Path(folder).iterdir())) - 1
@@ -225,7 +226,7 @@ def test_classes_that_change_are_replayed(
 ) -> None:
     """By hand, by waiting and by running long."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recording, "KEPT_FILES", 1000)
+        patch.setattr(recording_file, "KEPT_FILES", 1000)
         path = Path(folder) / "r"
         record(
             path,
@@ -292,7 +293,7 @@ def test_parked_work_on_disk_is_replayed(
 ) -> None:
     """The ends of transfers come from outside; what is made of them is decided again."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recording, "KEPT_FILES", 1000)
+        patch.setattr(recording_file, "KEPT_FILES", 1000)
         path = Path(folder) / "r"
         record(
             path,
@@ -568,7 +569,7 @@ def test_what_is_no_recording_is_refused(tmp_path: Path) -> None:
 @pytest.fixture
 def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Three files, oldest first: from the beginning, behind a gap, from an idle moment on."""
-    monkeypatch.setattr(recording, "FLUSH_S", 0.0)
+    monkeypatch.setattr(recorder, "FLUSH_S", 0.0)
     path = tmp_path / "r"
     harness = RecordedHarness(path, script=spell("abc" * 30), max_bytes=6000, block_size=4)
 
@@ -585,7 +586,7 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     while harness.recorder.part < 2:
         busy(4, "on and on")
         harness.run()
-    monkeypatch.setattr(recording, "FLUSH_S", 1.0)
+    monkeypatch.setattr(recorder, "FLUSH_S", 1.0)
     for number in range(7):
         busy(1, f"{number}" * 40)
         harness.run()

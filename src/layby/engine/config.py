@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from layby.engine.recorder import KEPT_FILES
+from layby.engine.recording import KEPT_FILES
 from layby.errors import ConfigError, counted, shown
 from layby.scheduling.config import PREEMPTION_MODES, SchedulerConfig
 from layby.scheduling.policy import POLICIES

@@ -1,6 +1,6 @@
 """Recordings of a server, read again: as a trace, as a summary, and as proof.
 
-The format is that of :mod:`layby.engine.recorder`. Importing this module makes ``layby`` one of
+The format is that of :mod:`layby.engine.recording`. Importing this module makes ``layby`` one of
 the trace formats. A :class:`Replay` leads a scheduler through what was recorded and compares every
 decision.
 """
@@ -15,7 +15,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import IO, cast
 
-from layby.engine.recorder import (
+from layby.engine.recording import (
     FORMAT,
     Abort,
     Arrival,
