@@ -47,6 +47,18 @@ def checked(*paths: Path) -> Check:
     return check
 
 
+def check_together_and_alone(path: Path) -> None:
+    """All files of a recording, and each that begins in an idle moment by itself."""
+    older = len(list(path.parent.iterdir())) - 1
+    files = [*(Path(f"{path}.{i}") for i in range(older, 0, -1)), path]
+    check = checked(*files)
+    assert check.difference is None
+    assert check.unchecked_steps == 0
+    for file in files:
+        if "gap" not in [row["e"] for row in rows_of(file)]:
+            assert checked(file).difference is None
+
+
 def refused(path: Path, line: int, *words: str) -> None:
     with pytest.raises(TraceError) as caught:
         replay_recording([path], check=True)
@@ -135,15 +147,7 @@ def test_any_traffic_is_decided_the_same_again(
             watermark=watermark,
             max_bytes=max_bytes,
         )
-        older = len(list(Path(folder).iterdir())) - 1
-        files = [*(Path(f"{path}.{i}") for i in range(older, 0, -1)), path]
-        check = checked(*files)
-        assert check.difference is None
-        assert check.unchecked_steps == 0
-        for file in files:
-            kinds = [row["e"] for row in rows_of(file)]
-            if "gap" not in kinds:
-                assert checked(file).difference is None
+        check_together_and_alone(path)
 
 
 def test_hits_on_what_was_generated_need_the_hashes_of_it(tmp_path: Path, pressure: Path) -> None:
@@ -200,12 +204,7 @@ def test_a_pool_that_changes_its_size_is_replayed(seed: int, max_bytes: int) -> 
         patch.setattr(recording_file, "KEPT_FILES", 1000)
         path = Path(folder) / "r"
         record(path, seed, requests=10, meddling=resize, max_bytes=max_bytes)
-        older = len(list(Path(folder).iterdir())) - 1
-        files = [*(Path(f"{path}.{i}") for i in range(older, 0, -1)), path]
-        assert checked(*files).difference is None
-        for file in files:
-            if "gap" not in [row["e"] for row in rows_of(file)]:
-                assert checked(file).difference is None
+        check_together_and_alone(path)
 
 
 def reclass(harness: RecordedHarness, rng: random.Random) -> None:
@@ -237,9 +236,7 @@ def test_classes_that_change_are_replayed(
             priority_aging=priority_aging,
             demote_after_tokens=demote_after_tokens,
         )
-        older = len(list(Path(folder).iterdir())) - 1
-        files = [*(Path(f"{path}.{i}") for i in range(older, 0, -1)), path]
-        assert checked(*files).difference is None
+        check_together_and_alone(path)
 
 
 def test_another_class_is_another_life(tmp_path: Path) -> None:
@@ -304,12 +301,7 @@ def test_parked_work_on_disk_is_replayed(
             **ON_DISK | {"num_swap_blocks": num_swap_blocks, "num_disk_blocks": num_disk_blocks},
             priority_aging=priority_aging,
         )
-        older = len(list(Path(folder).iterdir())) - 1
-        files = [*(Path(f"{path}.{i}") for i in range(older, 0, -1)), path]
-        assert checked(*files).difference is None
-        for file in files:
-            if "gap" not in [row["e"] for row in rows_of(file)]:
-                assert checked(file).difference is None
+        check_together_and_alone(path)
 
 
 def break_the_disk(harness: RecordedHarness, rng: random.Random) -> None:

@@ -16,6 +16,7 @@ FORMAT = 1
 Ints = list[int]
 Strs = list[str]
 Rows = list[list[int]]
+Weighings = list[list[float]]
 Times = list[float]
 """Readings of the scheduler's clock: in a file as :class:`TimeCode` writes them, else seconds."""
 
@@ -123,6 +124,9 @@ class Step:
         scheduled: What else is computed: request, sample, start, number of tokens.
         admitted, resumed, preempted: Requests.
         modes: How each of ``preempted`` left the device.
+        decisions: Why, where what both ways would cost was compared: request, blocks to move out,
+            blocks to move back, tokens to compute again instead, and the seconds that moving and
+            computing were expected to take. Files of before have none.
         swap_out, relocated, swap_in, copies: Block moves: source, destination, source,
             destination …
         num_blocks: The device pool's new size; 0: it stays.
@@ -140,6 +144,7 @@ class Step:
     resumed: Ints = field(default_factory=list)
     preempted: Ints = field(default_factory=list)
     modes: Strs = field(default_factory=list)
+    decisions: Weighings = field(default_factory=list)
     swap_out: Ints = field(default_factory=list)
     relocated: Ints = field(default_factory=list)
     swap_in: Ints = field(default_factory=list)
@@ -313,6 +318,7 @@ _CHECKS: dict[str, Callable[[object], bool]] = {
     "Ints": _is_list(_is_int),
     "Strs": _is_list(_is_text),
     "Rows": _is_list(_is_list(_is_int)),
+    "Weighings": _is_list(_is_list(_is_number)),
     "Times": _is_list(_is_number),
     "dict[str, Any]": lambda value: type(value) is dict,
 }
@@ -346,6 +352,7 @@ _KEYS = {
     "resumed": "back",
     "preempted": "out",
     "modes": "how",
+    "decisions": "why",
     "swap_out": "so",
     "relocated": "rl",
     "swap_in": "si",

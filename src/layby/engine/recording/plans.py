@@ -100,6 +100,7 @@ def step_event(plan: StepPlan) -> Step:
         resumed=[request.order for request in plan.resumed],
         preempted=[request.order for request, _ in plan.preempted],
         modes=[mode.value for _, mode in plan.preempted],
+        decisions=_weighings(plan),
         swap_out=_flat(plan.swap_out),
         relocated=_flat(plan.relocate),
         swap_in=_flat(plan.swap_in),
@@ -118,6 +119,22 @@ def class_rows(plan: StepPlan) -> list[list[int]]:
     return [
         [change.request.order, bounded(change.before), bounded(change.after)]
         for change in plan.class_changes
+    ]
+
+
+def _weighings(plan: StepPlan) -> list[list[float]]:
+    """The plan's choices between the two ways out, with what spoke for them."""
+    numbers = {request.request_id: request.order for request, _ in plan.preempted}
+    return [
+        [
+            numbers[decision.request_id],
+            decision.load.blocks_out,
+            decision.load.blocks_in,
+            decision.load.tokens,
+            decision.swap_s,
+            decision.recompute_s,
+        ]
+        for decision in plan.decisions
     ]
 
 
