@@ -297,6 +297,38 @@ def test_a_file_of_an_engine_that_is_never_idle_gives_way_at_twice_the_size(
     harness.close()
 
 
+def test_two_engines_never_record_to_one_file(tmp_path: Path) -> None:
+    """Each would have moved the other's file away, and told half of what happened."""
+    path = tmp_path / "r"
+    harness = RecordedHarness(path, max_bytes=2000)
+    message = f"cannot record to {path}: another engine is recording to it"
+    for number in range(20):  # also after the file has given way to others
+        with pytest.raises(ConfigError, match=message):
+            RecordingFile(path)
+        with pytest.raises(ConfigError, match=message):
+            check_recordable(path)
+        harness.engine.add_request(f"{number}" * 40, SamplingParams(max_tokens=5))
+        harness.run()
+    assert harness.recorder.part > 1
+    harness.close()
+    assert harness.recorder.error is None
+    check_recordable(path)
+    RecordingFile(path).close()
+
+
+def test_a_recording_that_is_broken_off_holds_everything_up_to_then(tmp_path: Path) -> None:
+    """From another thread, in the middle of the work; and nothing comes after it."""
+    harness = RecordedHarness(tmp_path / "r")
+    harness.engine.add_request("x", SamplingParams(max_tokens=50))
+    for _ in range(5):
+        harness.engine.step()
+    breaking = threading.Thread(target=lambda: harness.recorder.break_off(5.0))
+    breaking.start()
+    breaking.join()
+    assert of_kind(tmp_path / "r", "run")[-1]["k"] + 4 >= 5
+    assert "close" not in {line["e"] for line in lines(tmp_path / "r")}
+
+
 # --- serving never notices ---
 
 

@@ -238,6 +238,11 @@ class AsyncEngine:
             self._draining = True
             self._wake.notify()
 
+    def break_off(self, timeout_s: float = 1.0) -> None:
+        """Save the recording, if there is one, before the process ends at once. For any thread."""
+        if self._engine.recorder is not None:
+            self._engine.recorder.break_off(timeout_s)
+
     async def __aenter__(self) -> AsyncEngine:
         await self.start()
         return self

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as SequenceOf
@@ -64,9 +65,9 @@ FLUSH_S = 1.0
 class Recorder:
     """Writes down what a :class:`RecordedScheduler` tells it.
 
-    It is called in the engine's thread only. A run of steps without a decision becomes one line;
-    lines are gathered, and handed to the file about once a second and whenever the engine falls
-    idle.
+    It is called in the engine's thread only, but for ``break_off``. A run of steps without a
+    decision becomes one line; lines are gathered, and handed to the file about once a second and
+    whenever the engine falls idle.
 
     Args:
         file: Where to.
@@ -75,12 +76,14 @@ class Recorder:
 
     Attributes:
         part: Number of the file that is written to, from 0.
+        lock: Held while it is told something.
     """
 
     def __init__(self, file: RecordingFile, *, model_name: str, max_bytes: int) -> None:
         self._file = file
         self._model_name = model_name
         self._max_bytes = max_bytes
+        self.lock = threading.Lock()
         self._hash_key = os.urandom(32)
         self._recording = os.urandom(6).hex()
         self.part = 0
@@ -117,6 +120,15 @@ class Recorder:
             self._add(Close())
             self._hand_over()
         self._file.close()
+
+    def break_off(self, timeout_s: float) -> None:
+        """Write what is left before the process ends in the middle of the work; for any thread.
+
+        Nothing is recorded after it. It gives up when so many seconds have passed.
+        """
+        if self.error is None and self.lock.acquire(timeout=timeout_s):  # for ever
+            self._hand_over()
+            self._file.close(timeout_s)
 
     # --- what happens ---
 
@@ -476,7 +488,8 @@ class RecordedScheduler(Scheduler):
 
     def _tell(self, method: Callable[..., None], *args: object, **named: object) -> None:
         if self.recorder.error is None:
-            try:
-                method(*args, **named)
-            except Exception as fault:
-                self.recorder.give_up(fault)
+            with self.recorder.lock:
+                try:
+                    method(*args, **named)
+                except Exception as fault:
+                    self.recorder.give_up(fault)

@@ -176,7 +176,10 @@ async def _run(
 
     def on_signal(number: int) -> None:
         if drains:
-            os._exit(128 + number)  # asked twice: no more waiting, not even for threads
+            try:
+                engine.break_off()
+            finally:
+                os._exit(128 + number)  # asked twice: no more waiting, not even for threads
         engine.begin_drain()  # now, not when the task gets its turn
         logger.info(
             "stopping: %s left, which may finish within %g s (a second signal exits at once)",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -33,15 +34,51 @@ def check_recordable(path: str | Path) -> None:
         raise ConfigError(f"cannot record to {path}: it is a directory")
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ConfigError(f"cannot record to {path}: {folder} is no directory to write to")
+    _check_unlocked(Path(path))
 
 
 def _open_private(path: Path) -> IO[bytes]:
-    """A new file that only its owner may read."""
-    return open(path, "wb", opener=lambda name, flags: os.open(name, flags, 0o600))
+    """A new file that only its owner may read, locked as long as it is open."""
+
+    def lock(name: str, flags: int) -> int:
+        handle = os.open(name, flags, 0o600)
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return handle
+
+    return open(path, "wb", opener=lock)
+
+
+def _check_unlocked(path: Path) -> None:
+    """Refuse a file to which somebody records.
+
+    Raises:
+        ConfigError: Somebody does.
+    """
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"cannot record to {path}: another engine is recording to it; "
+                "give each a file of its own"
+            ) from None
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Nobody else looks for recordings in the folder, moves or makes one there meanwhile."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 class RecordingFile:
     """A file that a thread of its own writes, so that a slow disk stops nobody.
+
+    It is locked: no other process records to it.
 
     Nothing here raises once the file is open: a disk that fails ends the recording, with one line
     in the log and ``error`` set.
@@ -51,7 +88,7 @@ class RecordingFile:
         open_file: Makes a file to write to.
 
     Raises:
-        ConfigError: It cannot be written.
+        ConfigError: It cannot be written, or somebody else does.
     """
 
     def __init__(
@@ -65,9 +102,11 @@ class RecordingFile:
         self._unwritten = 0
         self._closed = False
         try:
-            if self.path.is_file() and self.path.stat().st_size:
-                self._shift()
-            self._file = open_file(self.path)
+            with _alone_in(self.path.absolute().parent):
+                _check_unlocked(self.path)
+                if self.path.is_file() and self.path.stat().st_size:
+                    self._shift()
+                self._file = open_file(self.path)
         except OSError as error:
             raise ConfigError(f"cannot record to {path}: {error.strerror or error}") from error
         self._thread = threading.Thread(target=self._run, name="layby-recorder", daemon=True)
@@ -109,9 +148,10 @@ class RecordingFile:
             while (tasks := self._next_tasks()) is not None:
                 for task in tasks:
                     if task is None:
-                        self._file.close()
-                        self._shift()
-                        self._file = self._open_file(self.path)
+                        with _alone_in(self.path.absolute().parent):
+                            self._file.close()
+                            self._shift()
+                            self._file = self._open_file(self.path)
                     else:
                         self._file.write(task)
                 self._file.flush()
