@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 import shlex
 import signal
@@ -13,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import httpx
 import pytest
@@ -186,6 +187,34 @@ def test_the_welcome_holds_a_command_that_works() -> None:
         assert answer.json()["choices"][0]["message"]["content"]
         child.send_signal(signal.SIGINT)
         assert child.wait(10) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"admin_api_key": ""}, "non-empty ASCII"),
+        ({"admin_api_key": "schlüssel"}, "non-empty ASCII"),
+        ({"api_key": ["a", " "]}, "non-empty ASCII"),
+        ({"api_key": "a", "admin_api_key": "a"}, "must differ"),
+        ({"isolate_prefix_cache": True}, "key"),
+        ({"drain_timeout_s": math.inf}, "drain_timeout must be from 0 to 1e[+]09 seconds, got inf"),
+        ({"drain_timeout_s": math.nan}, "drain_timeout .* got nan"),
+        ({"drain_timeout_s": 1e10}, "drain_timeout .* got 1e[+]10"),
+        ({"drain_timeout_s": -1.0}, "drain_timeout .* got -1"),
+        ({"keep_results_s": math.inf}, "keep_results .* got inf"),
+    ],
+    ids=str,
+)
+def test_a_setting_that_cannot_work_is_said_before_the_model_loads(
+    options: dict[str, Any], message: str
+) -> None:
+    """Half a minute of loading, and then an error; an endless drain broke the end of the server."""
+
+    def build() -> AsyncEngine:
+        raise AssertionError("the model was loaded")
+
+    with pytest.raises(ConfigError, match=message):
+        serve_engine(build, host="127.0.0.1", port=0, **options)
 
 
 @pytest.mark.parametrize("address", [("127.0.0.1", None), ("127.0.0.1", 70000), ("no.invalid", 0)])

@@ -21,7 +21,7 @@ import uvicorn
 from layby.engine.config import DEFAULT_KEEP_S
 from layby.engine.journal import Journal
 from layby.errors import ConfigError, counted
-from layby.server.app import create_app
+from layby.server.app import access_of, create_app
 from layby.server.docs_page import example_curl
 from layby.server.durable import DurableRequests
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 _LAST_WORDS_S: Final = 5
 """After the drain, connections get so long to take the rest of their answers."""
+_LONGEST_S: Final = 1e9
+"""Thirty years; the system's timers take no more than ten times that."""
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +64,9 @@ def serve(
         isolate_prefix_cache: Calls with different keys share no cached prefixes.
 
     Raises:
-        ConfigError: The address or the state directory cannot be had (known before the model is
-            loaded), the state is another model's, or a setting cannot work.
+        ConfigError: The address or the state directory cannot be had, a key or a time is none
+            (all known before the model is loaded), the state is another model's, or a setting
+            cannot work.
         ModelError: The model cannot be had.
     """
     from layby.engine import AsyncEngine
@@ -94,6 +97,10 @@ def serve_engine(
     isolate_prefix_cache: bool = False,
 ) -> None:
     """The same for an engine that ``build`` makes once port and state directory are ours."""
+    access_of(api_key, admin_api_key, isolate_prefix_cache)
+    for name, seconds in (("drain_timeout", drain_timeout_s), ("keep_results", keep_results_s)):
+        if not 0 <= seconds <= _LONGEST_S:  # nor is NaN
+            raise ConfigError(f"{name} must be from 0 to {_LONGEST_S:g} seconds, got {seconds:g}")
     sock = bind(host, port)
     journal: Journal | None = None
     durable: DurableRequests | None = None
