@@ -25,6 +25,7 @@ from layby.scheduling import Scheduler, SchedulerConfig
 from layby.scheduling.plan import StepPlan
 from layby.scheduling.request import Sequence
 from layby.server import create_app
+from layby.server.wire import HttpProtocol
 
 MODEL = "toy"
 BLOCK_SIZE = 16
@@ -121,6 +122,7 @@ def live_server(engine: AsyncEngine, **app_options: Any) -> Iterator[str]:
         create_app(engine, **app_options),
         host="127.0.0.1",
         port=0,
+        http=HttpProtocol,
         log_level="warning",
         lifespan="off",
         timeout_graceful_shutdown=2,

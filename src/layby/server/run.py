@@ -24,6 +24,7 @@ from layby.errors import ConfigError, counted
 from layby.server.app import access_of, create_app
 from layby.server.docs_page import example_curl
 from layby.server.durable import DurableRequests
+from layby.server.wire import HttpProtocol
 
 if TYPE_CHECKING:
     from layby.engine import AsyncEngine, EngineConfig
@@ -121,7 +122,7 @@ def serve_engine(
             )
         config = uvicorn.Config(
             app,
-            http="auto",
+            http=HttpProtocol,
             loop="auto",
             lifespan="off",
             log_level="warning",
