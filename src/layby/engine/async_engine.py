@@ -12,7 +12,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
@@ -295,14 +295,20 @@ class AsyncEngine:
         priority: int = 0,
         cache_salt: str = "",
         names_index: bool = False,
+        begins_text: bool = False,
     ) -> list[RequestStream]:
         """Queue a request for each prompt, or none of them if one is refused.
 
         Arguments and errors are those of ``submit``; with ``names_index`` the message of an error
-        begins with the prompt's number.
+        begins with the prompt's number; ``begins_text`` is that of PreparedRequest.
         """
         prepared = await self.prepare_all(
-            prompts, params, priority=priority, cache_salt=cache_salt, names_index=names_index
+            prompts,
+            params,
+            priority=priority,
+            cache_salt=cache_salt,
+            names_index=names_index,
+            begins_text=begins_text,
         )
         return await self.queue(prepared, names_index=names_index)
 
@@ -314,6 +320,7 @@ class AsyncEngine:
         priority: int = 0,
         cache_salt: str = "",
         names_index: bool = False,
+        begins_text: bool = False,
     ) -> list[PreparedRequest]:
         """The first half of ``submit_all``: every check that needs no look at the queues."""
         self._check_open()
@@ -322,11 +329,10 @@ class AsyncEngine:
             prepared = []
             for index, prompt in enumerate(prompts):
                 with prefixed(f"prompt[{index}]", when=names_index):
-                    prepared.append(
-                        self._engine.prepare(
-                            prompt, params, priority=priority, cache_salt=cache_salt
-                        )
+                    one = self._engine.prepare(
+                        prompt, params, priority=priority, cache_salt=cache_salt
                     )
+                    prepared.append(replace(one, begins_text=begins_text))
             return prepared
 
         return await self.prepare_in_time(prepare, _work_of(prompts))

@@ -56,6 +56,8 @@ class PreparedRequest:
         params: As the caller gave them.
         stops: The stop strings of ``params``, ready to be searched for.
         was_accepted: An earlier process accepted it: it finds a place even in a full queue.
+        begins_text: The answer is a text of its own, as in a chat, and does not go on with the
+            prompt's.
     """
 
     request: Request
@@ -63,6 +65,7 @@ class PreparedRequest:
     params: SamplingParams
     stops: StopStrings
     was_accepted: bool = False
+    begins_text: bool = False
 
     @property
     def settled_params(self) -> SamplingParams:
@@ -323,7 +326,14 @@ class Engine:
             params,
             request.arrival_time,
             [
-                _SampleState(Detokenizer(self.tokenizer, prepared.stops, params.min_tokens))
+                _SampleState(
+                    Detokenizer(
+                        self.tokenizer,
+                        prepared.stops,
+                        params.min_tokens,
+                        begins_text=prepared.begins_text,
+                    )
+                )
                 for _ in range(params.n)
             ],
             None if params.prompt_logprobs is None else [None] * request.num_prompt_tokens,

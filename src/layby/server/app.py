@@ -159,7 +159,7 @@ def _add_generating_routes(
         )
         owner = owners.of(request)
         salt = owners.cache_salt(owner, body.cache_salt)
-        call = _call(body, [prompt], params, salt, prompt_param="messages")
+        call = _call(body, [prompt], params, salt, prompt_param="messages", begins_text=True)
         if durable is not None:
             digest = digest_of("chat", body)
             return await durable.respond(request, call, owner=owner, kind="chat", digest=digest)
@@ -204,6 +204,7 @@ def _call(
     *,
     prompt_param: str = "prompt",
     names_index: bool = False,
+    begins_text: bool = False,
 ) -> Call:
     return Call(
         prompts=prompts,
@@ -214,6 +215,7 @@ def _call(
         names_index=names_index,
         stream=body.stream,
         include_usage=body.stream_options.include_usage,
+        begins_text=begins_text,
     )
 
 

@@ -20,6 +20,7 @@ import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -463,6 +464,7 @@ class DurableRequests:
                 priority=call.priority,
                 cache_salt=call.cache_salt,
                 names_index=call.names_index,
+                begins_text=call.begins_text,
             )
             record.requests = [_request_record(one) for one in prepared]
             record.priority, record.cache_salt = call.priority, call.cache_salt
@@ -497,18 +499,17 @@ class DurableRequests:
             request = record.requests[number]
             if not request.has_started:
                 request.samples = [SampleRecord() for _ in request.samples]
-            prepared.append(
-                self._engine.prepare_again(
-                    request.prompt,
-                    request.params,
-                    priority=record.priority,
-                    cache_salt=record.cache_salt,
-                    age_s=max(0.0, time.time() - record.created_s),
-                    outputs=[(s.token_ids, s.finish_reason) for s in request.samples]
-                    if request.has_started
-                    else (),
-                )
+            one = self._engine.prepare_again(
+                request.prompt,
+                request.params,
+                priority=record.priority,
+                cache_salt=record.cache_salt,
+                age_s=max(0.0, time.time() - record.created_s),
+                outputs=[(s.token_ids, s.finish_reason) for s in request.samples]
+                if request.has_started
+                else (),
             )
+            prepared.append(replace(one, begins_text=record.kind == "chat"))
         return prepared
 
     def _start(self, call: LiveCall, streams: Mapping[int, RequestStream]) -> None:
