@@ -327,6 +327,25 @@ def test_ctrl_c_ends_the_program_quietly(
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize("fault", ["KeyboardInterrupt", "RuntimeError from KeyboardInterrupt"])
+def test_interrupted_while_it_loads_its_commands_it_says_nothing(fault: str) -> None:
+    """That takes a tenth of a second, in which Ctrl-C was a traceback. What a class raises while
+    it is made comes as a RuntimeError."""
+    raised, _, cause = fault.partition(" from ")
+    code = (
+        "import sys\n"
+        "class Interrupted:\n"
+        "    def find_spec(self, name, *more):\n"
+        "        if name == 'layby.cli.bench':\n"
+        f"            raise {raised} from {cause or None}()\n"
+        "sys.meta_path.insert(0, Interrupted())\n"
+        "from layby.cli import main\n"
+        "sys.exit(main())\n"
+    ).replace("from None()", "from None")
+    process = run("--version", code=code)
+    assert (process.returncode, process.stdout, process.stderr) == (130, "", "")
+
+
 @pytest.mark.parametrize("arguments", [["serve", "--help"], ["--version"]])
 def test_a_reader_that_goes_away_gets_no_traceback(arguments: list[str]) -> None:
     """Noise after ``layby … | head -1``."""

@@ -12,7 +12,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -257,6 +257,11 @@ class AsyncEngine:
             self._draining = True
             self._wake.notify()
 
+    def break_off(self, timeout_s: float = 1.0) -> None:
+        """Save the recording, if there is one, before the process ends at once. For any thread."""
+        if self._engine.recorder is not None:
+            self._engine.recorder.break_off(timeout_s)
+
     async def __aenter__(self) -> AsyncEngine:
         await self.start()
         return self
@@ -309,14 +314,20 @@ class AsyncEngine:
         priority: int = 0,
         cache_salt: str = "",
         names_index: bool = False,
+        begins_text: bool = False,
     ) -> list[RequestStream]:
         """Queue a request for each prompt, or none of them if one is refused.
 
         Arguments and errors are those of ``submit``; with ``names_index`` the message of an error
-        begins with the prompt's number.
+        begins with the prompt's number; ``begins_text`` is that of PreparedRequest.
         """
         prepared = await self.prepare_all(
-            prompts, params, priority=priority, cache_salt=cache_salt, names_index=names_index
+            prompts,
+            params,
+            priority=priority,
+            cache_salt=cache_salt,
+            names_index=names_index,
+            begins_text=begins_text,
         )
         return await self.queue(prepared, names_index=names_index)
 
@@ -328,6 +339,7 @@ class AsyncEngine:
         priority: int = 0,
         cache_salt: str = "",
         names_index: bool = False,
+        begins_text: bool = False,
     ) -> list[PreparedRequest]:
         """The first half of ``submit_all``: every check that needs no look at the queues."""
         self._check_open()
@@ -336,11 +348,10 @@ class AsyncEngine:
             prepared = []
             for index, prompt in enumerate(prompts):
                 with prefixed(f"prompt[{index}]", when=names_index):
-                    prepared.append(
-                        self._engine.prepare(
-                            prompt, params, priority=priority, cache_salt=cache_salt
-                        )
+                    one = self._engine.prepare(
+                        prompt, params, priority=priority, cache_salt=cache_salt
                     )
+                    prepared.append(replace(one, begins_text=begins_text))
             return prepared
 
         return await self.prepare_in_time(prepare, _work_of(prompts))

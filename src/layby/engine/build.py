@@ -8,7 +8,8 @@ import os
 from layby.engine.config import GIB, EngineConfig
 from layby.engine.engine import Engine
 from layby.engine.memory import available_host_bytes
-from layby.engine.recorder import RecordedScheduler, Recorder, RecordingFile, check_recordable
+from layby.engine.recorder import RecordedScheduler, Recorder
+from layby.engine.recording import RecordingFile, check_recordable
 from layby.errors import counted
 from layby.scheduling import Scheduler
 

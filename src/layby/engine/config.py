@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from layby.engine.recorder import KEPT_FILES
+from layby.engine.recording import KEPT_FILES
 from layby.errors import ConfigError, counted, shown
 from layby.scheduling.config import PREEMPTION_MODES, SchedulerConfig
 from layby.scheduling.policy import POLICIES
@@ -271,6 +271,11 @@ class EngineConfig:
         num_blocks = self._num_blocks(block_bytes, max_model_len, host_bytes, cuda_bytes)
         left_bytes = host_bytes - (num_blocks * block_bytes if cuda_bytes is None else 0)
         num_swap_blocks = self._num_swap_blocks(block_bytes, left_bytes)
+        if self.preemption_mode == "swap" and num_swap_blocks == 0:
+            logger.warning(
+                "preemption_mode is swap, but the swap pool has no block: "
+                "whoever is preempted will be computed again"
+            )
         return self._scheduler_config(
             num_blocks,
             num_swap_blocks,

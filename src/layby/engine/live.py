@@ -57,7 +57,14 @@ class LiveRequest:
         assert request.arrival_time is not None  # set by prepare
         live = cls(request, params, request.arrival_time, defers_text and not params.stop)
         live.samples = [
-            SampleState(Detokenizer(tokenizer, prepared.stops, params.min_tokens))
+            SampleState(
+                Detokenizer(
+                    tokenizer,
+                    prepared.stops,
+                    params.min_tokens,
+                    begins_text=prepared.begins_text,
+                )
+            )
             for _ in range(params.n)
         ]
         if params.prompt_logprobs is not None:

@@ -30,6 +30,8 @@ class PreparedRequest:
         stops: The stop strings of ``params``, ready to be searched for.
         was_accepted: An earlier process accepted it: it finds a place even in a full queue.
         kept: What that process kept of its KV.
+        begins_text: The answer is a text of its own, as in a chat, and does not go on with the
+            prompt's.
     """
 
     request: Request
@@ -38,6 +40,7 @@ class PreparedRequest:
     stops: StopStrings
     was_accepted: bool = False
     kept: KeptKV | None = None
+    begins_text: bool = False
 
     @property
     def settled_params(self) -> SamplingParams:

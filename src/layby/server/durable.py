@@ -20,6 +20,7 @@ import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -514,6 +515,7 @@ class DurableRequests:
                 priority=call.priority,
                 cache_salt=call.cache_salt,
                 names_index=call.names_index,
+                begins_text=call.begins_text,
             )
             record.requests = [_request_record(one) for one in prepared]
             record.priority, record.cache_salt = call.priority, call.cache_salt
@@ -541,7 +543,7 @@ class DurableRequests:
             request = record.requests[number]
             if not request.has_started:
                 request.samples = [SampleRecord() for _ in request.samples]
-            prepared[number] = self._engine.prepare_again(
+            one = self._engine.prepare_again(
                 request.prompt,
                 request.params,
                 priority=record.priority,
@@ -552,6 +554,7 @@ class DurableRequests:
                 else (),
                 kept=kept,
             )
+            prepared[number] = replace(one, begins_text=record.kind == "chat")
         return prepared
 
     def _start(self, call: LiveCall, streams: Mapping[int, RequestStream]) -> None:

@@ -6,15 +6,15 @@
 | UnknownModelError                        | 400    | invalid_request_error | model_not_found |
 | no or wrong API key                      | 401    | invalid_request_error | invalid_api_key |
 | no such path or model page / method      | 404/405| invalid_request_error | null            |
-| body too large / not JSON                | 413/415| invalid_request_error | null            |
+| body too large or too much / not JSON    | 413/415| invalid_request_error | null            |
 | the caller hung up while sending         | 499    | nobody reads it       |                 |
 | QueueFullError                           | 429    | rate_limit_error      | queue_full      |
 | RequestFailedError, anything unforeseen  | 500    | server_error          | null            |
 | EngineDrainingError                      | 503    | server_error          | draining        |
 | EngineDeadError, EngineUnavailableError  | 503    | server_error          | engine_dead     |
 
-Messages and parameter names are cut to a readable length. What is not even HTTP never gets here:
-uvicorn answers it, with 400 and plain text.
+Messages and parameter names are cut to a readable length. What is not even HTTP never gets to the
+app: ``wire.py`` answers it in the same shape.
 
 429 and 503-while-draining carry ``Retry-After`` in whole seconds, at least 1.
 """

@@ -22,9 +22,10 @@ from layby.engine.config import DEFAULT_KEEP_S
 from layby.engine.journal import Journal
 from layby.errors import ConfigError, counted
 from layby.execution.faults import Faults
-from layby.server.app import create_app
+from layby.server.app import access_of, create_app
 from layby.server.docs_page import example_curl
 from layby.server.durable import DurableRequests
+from layby.server.wire import HttpProtocol
 
 if TYPE_CHECKING:
     from layby.engine import AsyncEngine, EngineConfig
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 _LAST_WORDS_S: Final = 5
 """After the drain, connections get so long to take the rest of their answers."""
+_LONGEST_S: Final = 1e9
+"""Thirty years; the system's timers take no more than ten times that."""
 
 logger = logging.getLogger(__name__)
 
@@ -64,8 +67,9 @@ def serve(
         isolate_prefix_cache: Calls with different keys share no cached prefixes.
 
     Raises:
-        ConfigError: The address or the state directory cannot be had (known before the model is
-            loaded), the state is another model's, or a setting cannot work.
+        ConfigError: The address or the state directory cannot be had, a key or a time is none
+            (all known before the model is loaded), the state is another model's, or a setting
+            cannot work.
         ModelError: The model cannot be had.
     """
     from layby.engine import AsyncEngine
@@ -101,6 +105,10 @@ def serve_engine(
             f"keep_results is {keep_results_s:g} s, but without a state_dir no results are kept: "
             "name one, or leave keep_results out"
         )
+    access_of(api_key, admin_api_key, isolate_prefix_cache)
+    for name, seconds in (("drain_timeout", drain_timeout_s), ("keep_results", keep_results_s)):
+        if seconds is not None and not 0 <= seconds <= _LONGEST_S:  # nor is NaN
+            raise ConfigError(f"{name} must be from 0 to {_LONGEST_S:g} seconds, got {seconds:g}")
     sock = bind(host, port)
     journal: Journal | None = None
     durable: DurableRequests | None = None
@@ -122,7 +130,7 @@ def serve_engine(
             )
         config = uvicorn.Config(
             app,
-            http="auto",
+            http=HttpProtocol,
             loop="auto",
             lifespan="off",
             log_level="warning",
@@ -185,7 +193,10 @@ async def _run(
 
     def on_signal(number: int) -> None:
         if drains:
-            os._exit(128 + number)  # asked twice: no more waiting, not even for threads
+            try:
+                engine.break_off()
+            finally:
+                os._exit(128 + number)  # asked twice: no more waiting, not even for threads
         engine.begin_drain()  # now, not when the task gets its turn
         logger.info(
             "stopping: %s left, which may finish within %g s (a second signal exits at once)",

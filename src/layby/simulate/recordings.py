@@ -1,6 +1,6 @@
 """Recordings of a server, read again: as a trace, as a summary, and as proof.
 
-The format is that of :mod:`layby.engine.recorder`. Importing this module makes ``layby`` one of
+The format is that of :mod:`layby.engine.recording`. Importing this module makes ``layby`` one of
 the trace formats. A :class:`Replay` leads a scheduler through what was recorded and compares every
 decision.
 """
@@ -15,7 +15,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import IO, cast
 
-from layby.engine.recorder import (
+from layby.engine.recording import (
     FORMAT,
     Abort,
     Arrival,
@@ -703,11 +703,15 @@ def _compare(what: str, recorded: object, replayed: object) -> None:
 
 
 def _compare_steps(recorded: Step, replayed: Step) -> None:
-    """The first thing in which they differ: decisions before their consequences."""
+    """The first thing in which they differ: decisions before their consequences.
+
+    What a file of before does not tell is not compared.
+    """
+    untold = {"times"} if recorded.decisions else {"times", "decisions"}
     differing = [
         option.name
         for option in fields(Step)
-        if option.name != "times"
+        if option.name not in untold
         and getattr(recorded, option.name) != getattr(replayed, option.name)
     ]
     if differing:
