@@ -11,7 +11,7 @@ from tests.scheduling.harness import Harness, expected_tokens
 
 def tiny(**config: object) -> Harness:
     """Blocks of four tokens, no headroom; a step takes a second."""
-    defaults = {"num_blocks": 40, "block_size": 4, "watermark": 0, "num_swap_blocks": 40}
+    defaults = {"num_blocks": 40, "block_size": 4, "headroom": 0, "num_swap_blocks": 40}
     return Harness(**{**defaults, **config})
 
 
@@ -331,7 +331,7 @@ class Flood:
 
     def __init__(self, *, backlog: int, p: int, o: int, **config: object) -> None:
         self.now = 0.0
-        fields: dict[str, object] = {"num_blocks": 1000, "block_size": 4, "watermark": 0, **config}
+        fields: dict[str, object] = {"num_blocks": 1000, "block_size": 4, "headroom": 0, **config}
         self.config = SchedulerConfig(**fields)  # type: ignore[arg-type]
         self.scheduler = Scheduler(self.config, clock=lambda: self.now)
         self.backlog, self.p, self.o = backlog, p, o

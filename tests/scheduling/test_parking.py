@@ -33,7 +33,7 @@ class Bench:
             "num_swap_blocks": 400,
             "block_size": BLOCK,
             "enable_prefix_caching": False,
-            "watermark": 0.0,
+            "headroom": 0.0,
         }
         self.scheduler = Scheduler(
             SchedulerConfig(**(defaults | config)),  # type: ignore[arg-type]

@@ -121,7 +121,7 @@ class EngineConfig:
         choices=tuple(POLICIES),
     )
     enable_prefix_caching: bool = _option(True, "Reuse the KV cache of equal prompt beginnings.")
-    watermark: float = _option(
+    headroom: float = _option(
         1.0,
         "Blocks kept free for every running sequence when another comes in.",
         unit="blocks",
@@ -361,7 +361,7 @@ class EngineConfig:
             preemption_mode=self.preemption_mode,
             policy=self.scheduling_policy,
             enable_prefix_caching=self.enable_prefix_caching,
-            watermark=self.watermark,
+            headroom=self.headroom,
             urgent_window=self.urgent_window,
             background_tokens=self.background_tokens,
             preemption_threshold=self.preemption_threshold,

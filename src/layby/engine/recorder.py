@@ -77,7 +77,7 @@ from layby.scheduling import (
 
 logger = logging.getLogger("layby.engine")
 
-FORMAT = 1
+FORMAT = 2
 """Changes when older readers would misread a recording."""
 
 KEPT_FILES = 4

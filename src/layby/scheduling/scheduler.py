@@ -120,7 +120,7 @@ class Scheduler:
         self.config = config
         self.clock = clock
         self.policy = policy or POLICIES[config.policy](
-            preemption_mode=config.preemption_mode, watermark=config.watermark
+            preemption_mode=config.preemption_mode, headroom=config.headroom
         )
         self.memory = KVMemory(
             config.num_blocks,
