@@ -34,6 +34,7 @@ def run(seed: int, *, skipping: bool, policy: str, mode: str, caching: bool) -> 
         urgent_window=rng.choice([0.0, 9.0, 50.0]),
         background_tokens=rng.choice([0, 4]),
         preemption_threshold=rng.choice([1.0, 1.0, 0.6]),
+        watermark=rng.choice([0.0, 0.0, 0.3, 0.9]),
     )
     now = 0
     scheduler = Scheduler(config, clock=lambda: float(now))

@@ -126,6 +126,11 @@ class EngineConfig:
         "Blocks kept free for every running sequence when another comes in.",
         unit="blocks",
     )
+    watermark: float = _option(
+        0.0,
+        "Share of the device pool, from 0 to less than 1, that stays free for growth when somebody "
+        "comes in beside others of his class, where that is more than headroom.",
+    )
     urgent_window: float = _option(
         30.0,
         "How long less urgent newcomers leave free what more urgent classes came to need; 0: they "
@@ -362,6 +367,7 @@ class EngineConfig:
             policy=self.scheduling_policy,
             enable_prefix_caching=self.enable_prefix_caching,
             headroom=self.headroom,
+            watermark=self.watermark,
             urgent_window=self.urgent_window,
             background_tokens=self.background_tokens,
             preemption_threshold=self.preemption_threshold,

@@ -29,6 +29,8 @@ class SchedulerConfig:
         policy: ``swapped-first``, ``running-first``, ``recompute-only`` or ``reserve``.
         enable_prefix_caching: Reuse full blocks by content.
         headroom: Blocks kept free per running sequence when work is resumed or admitted.
+        watermark: Share of the device pool kept free then, where that is more. No obstacle to the
+            first of a class, nor to one who is more urgent than somebody who runs.
         urgent_window: Seconds for which less urgent newcomers leave room for what more urgent
             classes came to need; 0: none.
         background_tokens: Most prompt tokens per step, beyond one per sequence, for classes less
@@ -56,6 +58,7 @@ class SchedulerConfig:
     policy: str = "swapped-first"
     enable_prefix_caching: bool = True
     headroom: float = 1.0
+    watermark: float = 0.0
     urgent_window: float = 0.0
     background_tokens: int = 48
     preemption_threshold: float = 1.0
@@ -85,6 +88,11 @@ class SchedulerConfig:
                 raise ConfigError(f"{name} must be an integer of at least {low}, got {value!r}")
         if not (isinstance(self.headroom, int | float) and 0 <= self.headroom < math.inf):
             raise ConfigError(f"headroom must be a finite number from 0 up, got {self.headroom!r}")
+        if not (isinstance(self.watermark, int | float) and 0 <= self.watermark < 1):
+            raise ConfigError(
+                f"watermark must be a share of the device pool, from 0 to less than 1, "
+                f"got {self.watermark!r}; blocks per running sequence are the headroom"
+            )
         if not (isinstance(self.urgent_window, int | float) and 0 <= self.urgent_window < math.inf):
             raise ConfigError(
                 f"urgent_window must be a finite number of seconds from 0 up, "

@@ -385,12 +385,11 @@ class Scheduler:
         return self._fits(request, self.policy.admission_blocks(self.memory, request, needed), step)
 
     def _fits(self, request: Request, needed_blocks: int, step: _Step) -> Fit:
-        """Whether blocks, with headroom for who runs already, and budget allow one more."""
-        headroom = self.policy.headroom_blocks(
-            self.memory, self.running, num_seqs=step.budget.curr_seqs
-        )
-        free = self.memory.device.num_free - step.set_aside_blocks - headroom
-        needed_blocks += self._room_to_keep(request, self.running.tail, step.plan.now)
+        """Whether blocks, with room to grow for who runs already, and budget allow one more."""
+        least = self.running.tail
+        kept = self._room_to_grow(self.running, least, step.budget.curr_seqs, request)
+        kept += self._room_to_keep(request, least, step.plan.now)
+        free = self.memory.device.num_free - step.set_aside_blocks - kept
         affordable = step.budget.can_schedule(
             num_tokens=len(request.ready_sequences), num_seqs=request.num_live_seqs
         )
@@ -432,6 +431,21 @@ class Scheduler:
             )
             or self._urgent.seen(request.rank, now)
         )  # fmt: skip
+
+    def _room_to_grow(
+        self, running: Iterable[Request], least: Request | None, num_seqs: int, newcomer: Request
+    ) -> int:
+        """Blocks to leave free when somebody comes in beside ``running``, of whom ``least`` is the
+        least urgent: the policy's headroom, or the watermark if that is more.
+
+        The watermark is nothing to one who is more urgent than ``least``, who gives way when room
+        runs short; nor to the first of a class, since beside more urgent ones, of whom there may
+        always be some, it might never be kept.
+        """
+        headroom = self.policy.headroom_blocks(self.memory, running, num_seqs=num_seqs)
+        if least is None or not newcomer.rank <= least.rank <= newcomer.claim:
+            return headroom
+        return max(headroom, math.ceil(self.config.watermark * self.memory.device.limit))
 
     def _room_to_keep(self, request: Request, least: Request | None, now: float) -> int:
         """Blocks that a newcomer must leave to more urgent classes, which came to need them lately.
@@ -565,8 +579,8 @@ class Scheduler:
         leaving = set(candidates)
         staying = [request for request in self.running if request not in leaving]
         seats = step.budget.curr_seqs - sum(request.num_live_seqs for request in candidates)
-        headroom = self.policy.headroom_blocks(self.memory, staying, num_seqs=seats)
         least = staying[-1] if staying else None
+        headroom = self._room_to_grow(staying, least, seats, newcomer)
         headroom += self._room_to_keep(newcomer, least, step.plan.now)
         if seats + newcomer.num_live_seqs > step.budget.max_num_seqs or not self.memory.would_fit(
             newcomer, without=candidates, headroom=headroom

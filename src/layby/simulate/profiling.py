@@ -449,6 +449,7 @@ class Profiler:
             policy="swapped-first",
             enable_prefix_caching=True,  # how prompts get their beginning
             headroom=0.0,
+            watermark=0.0,
             max_queue=None,
             urgent_window=0.0,
             preemption_threshold=1.0,

@@ -135,7 +135,7 @@ KNOBS: Final = (
 HELD: Final = (
     "num_blocks", "block_size", "max_model_len", "enable_prefix_caching", "max_queue",
     "priority_aging", "demote_after_tokens", "num_disk_blocks", "urgent_window",
-    "background_tokens", "preemption_threshold",
+    "background_tokens", "preemption_threshold", "watermark",
 )  # fmt: skip
 """Fields of :class:`SchedulerConfig` that are not searched: what the machine has, what is promised
 to callers (which class goes first is a promise, too), and what is never better off."""
