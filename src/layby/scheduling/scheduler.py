@@ -312,15 +312,20 @@ class Scheduler:
 
     def _schedule_swapped(self, step: _Step) -> None:
         """Bring parked requests back, most urgent first; nobody overtakes the first that must
-        stay. A more urgent class that waits goes ahead."""
+        stay. A more urgent class that waits goes ahead, and nobody comes back for whose equals, or
+        betters, somebody has just left."""
         if step.has_cleared or (step.plan.preempted and not self.policy.resumes_after_preemption):
             return
         while (request := self.swapped.head) is not None:
             newcomer = self.waiting.head
             if newcomer is not None and self.policy.may_admit(newcomer, [request]):
                 return
-            if self._can_resume(request, step) is Fit.LATER:
+            if any(request.rank >= victim.rank for victim in step.preempted):
                 return
+            if self._can_resume(request, step) is Fit.LATER:
+                self._make_room(request, step)
+                if self._can_resume(request, step) is Fit.LATER:
+                    return
             self._resume(request, step)
 
     def _schedule_running(self, step: _Step) -> None:
@@ -383,6 +388,11 @@ class Scheduler:
     def _can_admit(self, request: Request, step: _Step) -> Fit:
         needed = self.memory.admission_need(request)
         return self._fits(request, self.policy.admission_blocks(self.memory, request, needed), step)
+
+    def _can_come_in(self, request: Request, step: _Step) -> Fit:
+        if request.status is RequestStatus.SWAPPED:
+            return self._can_resume(request, step)
+        return self._can_admit(request, step)
 
     def _fits(self, request: Request, needed_blocks: int, step: _Step) -> Fit:
         """Whether blocks, with room to grow for who runs already, and budget allow one more."""
@@ -559,13 +569,17 @@ class Scheduler:
         return decision
 
     def _make_room(self, newcomer: Request, step: _Step) -> None:
-        """Preempt running work of less urgent classes for a newcomer, if that gets him in.
+        """Preempt running work of less urgent classes for a newcomer, or for one who comes back,
+        if that gets him in.
 
         Only for blocks and seats. Tokens are there again in the next step.
         """
         if not self.policy.parks_for_urgent or step.budget.remaining_tokens < len(
             newcomer.ready_sequences
         ):
+            return
+        is_parked = newcomer.status is RequestStatus.SWAPPED
+        if is_parked and not self.tiers.is_in_ram(newcomer):
             return
         # Nobody leaves for the sake of who is less urgent than somebody who just came back.
         bar = max([newcomer.claim, *(request.rank for request in step.plan.resumed)])
@@ -582,11 +596,14 @@ class Scheduler:
         least = staying[-1] if staying else None
         headroom = self._room_to_grow(staying, least, seats, newcomer)
         headroom += self._room_to_keep(newcomer, least, step.plan.now)
+        headroom += step.set_aside_blocks - sum(map(self.memory.growth, candidates))
         if seats + newcomer.num_live_seqs > step.budget.max_num_seqs or not self.memory.would_fit(
             newcomer, without=candidates, headroom=headroom
         ):
             return
-        while candidates and self._can_admit(newcomer, step) is Fit.LATER:
+        if is_parked:
+            self.tiers.keep_in_ram(newcomer)  # whoever is parked for it
+        while candidates and self._can_come_in(newcomer, step) is Fit.LATER:
             victim = self._victim(candidates)
             candidates.remove(victim)
             self._preempt(victim, step)
