@@ -236,7 +236,7 @@ def test_every_option_of_the_server_has_a_flag() -> None:
         (["generate"], 2, "PROMPT"),
         (["generate", "x", "--num-blocks", "many"], 2, "must be an integer or none, got 'many'"),
         (["generate", "x", "--temperature", "hot"], 2, "must be a number, got 'hot'; see: layby"),
-        (["serve", "--watermark", "nan"], 1, "--watermark must be a finite number"),
+        (["serve", "--headroom", "nan"], 1, "--headroom must be a finite number"),
         (["generate", "x", "--dtype", "float8"], 2, "'bfloat16'"),
         (["generate", "x", "--file", "/nowhere/prompts"], 2, "/nowhere/prompts: No such file"),
         (["generate", "--file", os.devnull], 2, "holds no prompt"),

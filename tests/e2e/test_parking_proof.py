@@ -167,12 +167,12 @@ def draw_case(seed: int) -> Case:
         preemption_mode=rng.choice(["auto", "auto", "swap", "recompute"]),
         policy=rng.choice(["swapped-first"] * 8 + ["running-first", "recompute-only", "reserve"]),
         enable_prefix_caching=rng.random() < 0.6,
-        watermark=rng.choice([0, 0, 1]),
+        headroom=rng.choice([0, 0, 1]),
         priority_aging=rng.choice([None, None, 10.0]),
         demote_after_tokens=rng.choice([None, None, 6]),
     )
     if is_crowd:
-        config = replace(config, preemption_mode="swap", policy="swapped-first", watermark=0)
+        config = replace(config, preemption_mode="swap", policy="swapped-first", headroom=0)
     faults = ""
     if num_disk_blocks and rng.random() < 0.5:
         faults = rng.choice(

@@ -117,7 +117,7 @@ def test_a_run_under_pressure_is_decided_the_same_again(tmp_path: Path) -> None:
     swap=st.sampled_from([0, 8, 40]),
     caching=st.booleans(),
     flush_s=st.sampled_from([0.0, 1.0]),
-    watermark=st.sampled_from([0.0, 1.0]),
+    headroom=st.sampled_from([0.0, 1.0]),
     max_bytes=st.sampled_from([600, 4000, 2**20]),
     odd_times=st.booleans(),
 )
@@ -127,7 +127,7 @@ def test_any_traffic_is_decided_the_same_again(
     swap: int,
     caching: bool,
     flush_s: float,
-    watermark: float,
+    headroom: float,
     max_bytes: int,
     odd_times: bool,
 ) -> None:
@@ -144,7 +144,7 @@ def test_any_traffic_is_decided_the_same_again(
             policy=policy,
             num_swap_blocks=swap,
             enable_prefix_caching=caching,
-            watermark=watermark,
+            headroom=headroom,
             max_bytes=max_bytes,
         )
         check_together_and_alone(path)
@@ -268,7 +268,7 @@ def test_another_size_is_another_life(tmp_path: Path) -> None:
 
 ON_DISK: dict[str, Any] = {
     "num_blocks": 40, "num_swap_blocks": 28, "num_disk_blocks": 120, "max_num_seqs": 16,
-    "max_num_batched_tokens": 32, "max_queue": 30, "watermark": 0.0,
+    "max_num_batched_tokens": 32, "max_queue": 30, "headroom": 0.0,
 }  # fmt: skip
 """So much is parked that RAM has no room for it."""
 
@@ -529,7 +529,7 @@ def test_a_broken_line_in_the_middle_is_an_error_with_its_number(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"format": 2}, ("format 2", "reads format 1")),
+        ({"format": 1}, ("format 1", "reads format 2")),
         ({"scheduler": {}}, ("scheduler", "num_blocks")),
         ({"scheduler": {"num_blocks": 0}}, ("num_blocks must be", "0")),
         ({"scheduler": {"num_blocks": 9, "speed": 3}}, ("speed",)),

@@ -75,7 +75,7 @@ def config(**changed: Any) -> SchedulerConfig:
         "max_num_seqs": 8,
         "max_num_batched_tokens": 32,
         "max_model_len": 256,
-        "watermark": 0.0,
+        "headroom": 0.0,
     }
     return SchedulerConfig(**known | changed)
 
@@ -168,7 +168,7 @@ CONFIGS = st.fixed_dictionaries(
         "preemption_mode": st.sampled_from(["auto", "recompute"]),
         "max_num_seqs": st.sampled_from([3, 8]),
         "enable_prefix_caching": st.booleans(),
-        "watermark": st.sampled_from([0.0, 1.0]),
+        "headroom": st.sampled_from([0.0, 1.0]),
         "urgent_window": st.sampled_from([0.0, 2.0, 30.0]),
         "background_tokens": st.sampled_from([0, 8]),
         "preemption_threshold": st.sampled_from([1.0, 1.0, 0.7]),

@@ -121,10 +121,15 @@ class EngineConfig:
         choices=tuple(POLICIES),
     )
     enable_prefix_caching: bool = _option(True, "Reuse the KV cache of equal prompt beginnings.")
-    watermark: float = _option(
+    headroom: float = _option(
         1.0,
         "Blocks kept free for every running sequence when another comes in.",
         unit="blocks",
+    )
+    watermark: float = _option(
+        0.0,
+        "Share of the device pool, from 0 to less than 1, that stays free for growth when somebody "
+        "comes in beside others of his class, where that is more than headroom.",
     )
     urgent_window: float = _option(
         30.0,
@@ -366,6 +371,7 @@ class EngineConfig:
             preemption_mode=self.preemption_mode,
             policy=self.scheduling_policy,
             enable_prefix_caching=self.enable_prefix_caching,
+            headroom=self.headroom,
             watermark=self.watermark,
             urgent_window=self.urgent_window,
             background_tokens=self.background_tokens,

@@ -121,7 +121,7 @@ class Scheduler:
         self.config = config
         self.clock = clock
         self.policy = policy or POLICIES[config.policy](
-            preemption_mode=config.preemption_mode, watermark=config.watermark
+            preemption_mode=config.preemption_mode, headroom=config.headroom
         )
         self.memory = KVMemory(
             config.num_blocks,
@@ -356,15 +356,20 @@ class Scheduler:
 
     def _schedule_swapped(self, step: _Step) -> None:
         """Bring parked requests back, most urgent first; nobody overtakes the first that must
-        stay. A more urgent class that waits goes ahead."""
+        stay. A more urgent class that waits goes ahead, and nobody comes back for whose equals, or
+        betters, somebody has just left."""
         if step.has_cleared or (step.plan.preempted and not self.policy.resumes_after_preemption):
             return
         while (request := self.swapped.head) is not None:
             newcomer = self.waiting.head
             if newcomer is not None and self.policy.may_admit(newcomer, [request]):
                 return
-            if self._can_resume(request, step) is Fit.LATER:
+            if any(request.rank >= victim.rank for victim in step.preempted):
                 return
+            if self._can_resume(request, step) is Fit.LATER:
+                self._make_room(request, step)
+                if self._can_resume(request, step) is Fit.LATER:
+                    return
             self._resume(request, step)
 
     def _schedule_running(self, step: _Step) -> None:
@@ -428,13 +433,17 @@ class Scheduler:
         needed = self.memory.admission_need(request)
         return self._fits(request, self.policy.admission_blocks(self.memory, request, needed), step)
 
+    def _can_come_in(self, request: Request, step: _Step) -> Fit:
+        if request.status is RequestStatus.SWAPPED:
+            return self._can_resume(request, step)
+        return self._can_admit(request, step)
+
     def _fits(self, request: Request, needed_blocks: int, step: _Step) -> Fit:
-        """Whether blocks, with headroom for who runs already, and budget allow one more."""
-        headroom = self.policy.headroom_blocks(
-            self.memory, self.running, num_seqs=step.budget.curr_seqs
-        )
-        free = self.memory.device.num_free - step.set_aside_blocks - headroom
-        needed_blocks += self._room_to_keep(request, self.running.tail, step.plan.now)
+        """Whether blocks, with room to grow for who runs already, and budget allow one more."""
+        least = self.running.tail
+        kept = self._room_to_grow(self.running, least, step.budget.curr_seqs, request)
+        kept += self._room_to_keep(request, least, step.plan.now)
+        free = self.memory.device.num_free - step.set_aside_blocks - kept
         affordable = step.budget.can_schedule(
             num_tokens=len(request.ready_sequences), num_seqs=request.num_live_seqs
         )
@@ -476,6 +485,21 @@ class Scheduler:
             )
             or self._urgent.seen(request.rank, now)
         )  # fmt: skip
+
+    def _room_to_grow(
+        self, running: Iterable[Request], least: Request | None, num_seqs: int, newcomer: Request
+    ) -> int:
+        """Blocks to leave free when somebody comes in beside ``running``, of whom ``least`` is the
+        least urgent: the policy's headroom, or the watermark if that is more.
+
+        The watermark is nothing to one who is more urgent than ``least``, who gives way when room
+        runs short; nor to the first of a class, since beside more urgent ones, of whom there may
+        always be some, it might never be kept.
+        """
+        headroom = self.policy.headroom_blocks(self.memory, running, num_seqs=num_seqs)
+        if least is None or not newcomer.rank <= least.rank <= newcomer.claim:
+            return headroom
+        return max(headroom, math.ceil(self.config.watermark * self.memory.device.limit))
 
     def _room_to_keep(self, request: Request, least: Request | None, now: float) -> int:
         """Blocks that a newcomer must leave to more urgent classes, which came to need them lately.
@@ -589,13 +613,17 @@ class Scheduler:
         return decision
 
     def _make_room(self, newcomer: Request, step: _Step) -> None:
-        """Preempt running work of less urgent classes for a newcomer, if that gets him in.
+        """Preempt running work of less urgent classes for a newcomer, or for one who comes back,
+        if that gets him in.
 
         Only for blocks and seats. Tokens are there again in the next step.
         """
         if not self.policy.parks_for_urgent or step.budget.remaining_tokens < len(
             newcomer.ready_sequences
         ):
+            return
+        is_parked = newcomer.status is RequestStatus.SWAPPED
+        if is_parked and not self.tiers.is_in_ram(newcomer):
             return
         # Nobody leaves for the sake of who is less urgent than somebody who just came back.
         bar = max([newcomer.claim, *(request.rank for request in step.plan.resumed)])
@@ -609,14 +637,17 @@ class Scheduler:
         leaving = set(candidates)
         staying = [request for request in self.running if request not in leaving]
         seats = step.budget.curr_seqs - sum(request.num_live_seqs for request in candidates)
-        headroom = self.policy.headroom_blocks(self.memory, staying, num_seqs=seats)
         least = staying[-1] if staying else None
+        headroom = self._room_to_grow(staying, least, seats, newcomer)
         headroom += self._room_to_keep(newcomer, least, step.plan.now)
+        headroom += step.set_aside_blocks - sum(map(self.memory.growth, candidates))
         if seats + newcomer.num_live_seqs > step.budget.max_num_seqs or not self.memory.would_fit(
             newcomer, without=candidates, headroom=headroom
         ):
             return
-        while candidates and self._can_admit(newcomer, step) is Fit.LATER:
+        if is_parked:
+            self.tiers.keep_in_ram(newcomer)  # whoever is parked for it
+        while candidates and self._can_come_in(newcomer, step) is Fit.LATER:
             victim = self._victim(candidates)
             candidates.remove(victim)
             self._preempt(victim, step)

@@ -458,6 +458,7 @@ class Profiler:
             max_model_len=self._max_model_len,
             policy="swapped-first",
             enable_prefix_caching=True,  # how prompts get their beginning
+            headroom=0.0,
             watermark=0.0,
             max_queue=None,
             urgent_window=0.0,

@@ -75,7 +75,7 @@ def _among(*values: Value) -> Callable[[Value], list[Value]]:
 KNOBS: Final = (
     Knob("max_num_seqs", _around(1 / 16, 8)),
     Knob("max_num_batched_tokens", _around(1 / 16, 8)),
-    Knob("watermark", _among(0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)),
+    Knob("headroom", _among(0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)),
     Knob("preemption_mode", _among("auto", "recompute")),
     # No more than there is: RAM is not what a search can find.
     Knob("swap_gib", _parts(0, 1 / 8, 1 / 4, 1 / 2), ("num_swap_blocks",), "num_swap_blocks"),
@@ -86,7 +86,7 @@ KNOBS: Final = (
 HELD: Final = (
     "num_blocks", "block_size", "max_model_len", "enable_prefix_caching", "max_queue",
     "priority_aging", "demote_after_tokens", "num_disk_blocks", "urgent_window",
-    "background_tokens", "preemption_threshold",
+    "background_tokens", "preemption_threshold", "watermark",
 )  # fmt: skip
 """Fields of :class:`SchedulerConfig` that are not searched: what the machine has, what is promised
 to callers (which class goes first is a promise, too), and what is never better off."""

@@ -10,7 +10,7 @@ from typing import Any
 from layby.engine.recording.numbers import MOST_NUMBER
 from layby.errors import shown
 
-FORMAT = 1
+FORMAT = 2
 """Changes when older readers would misread a recording."""
 
 Ints = list[int]
