@@ -514,20 +514,6 @@ class AsyncEngine:
         await self._in_between(lambda engine: engine.resize_kv_pool(num_blocks))
         return await self._in_between(Engine.kv_pool_size)  # a busy engine takes a step meanwhile
 
-    def wish_kv_pool(self, num_blocks: int) -> None:
-        """The same from any thread, without waiting: for who watches the machine's memory.
-
-        What cannot be had is logged.
-        """
-
-        def report(_size: Any, error: Exception | None) -> None:
-            if error is not None:
-                logger.warning("the KV pool cannot be resized to %s blocks: %s", num_blocks, error)
-
-        call = _Call(lambda engine: engine.resize_kv_pool(num_blocks), report)
-        if not self._command(call):
-            report(None, EngineUnavailableError("the engine does not run"))
-
     def kv_pool_size(self) -> KVPoolSize:
         """Size of the device pool as of the engine's last step."""
         return self._engine.kv_pool_size()
@@ -653,6 +639,7 @@ class AsyncEngine:
     def _run(self) -> None:
         try:
             while self._obey_commands():
+                self._engine.follow_memory()  # of an idle engine, too
                 if self._engine.has_unfinished:
                     self._post_all(self._engine.step())
         except BaseException as fault:
@@ -664,13 +651,15 @@ class AsyncEngine:
             self._close()
 
     def _obey_commands(self) -> bool:
-        """Do what was asked since the last step, waiting if there is nothing else to do.
+        """Do what was asked since the last step, waiting if there is nothing else to do; but not
+        beyond the time at which to look at the memory.
 
         False when the thread is to end: a shutdown, with nothing left to finish.
         """
         with self._wake:
             while not (self._commands or self._engine.has_unfinished or self._draining):
-                self._wake.wait()
+                if not self._wake.wait(self._engine.memory_wait_s):
+                    break
             commands, self._commands = self._commands, deque()
             draining, cut_off = self._draining, self._cut_off
         for command in commands:

@@ -84,6 +84,12 @@ class EngineConfig:
     kv_cache_gib: float | None = _option(
         None, "Size of the device pool of KV cache, instead of num_blocks.", unit="GiB"
     )
+    elastic_memory: bool = _option(
+        False,
+        "Shrink the device pool while memory is short, by what the kernel reports of machine and "
+        "cgroup (CUDA: by its free memory), and grow it back afterwards; its size at the start is "
+        "the largest. docs/parking.md says when.",
+    )
     swap_gib: float | None = _option(
         None,
         "RAM for parked KV cache; 0: victims are recomputed. Never more than "

@@ -11,6 +11,7 @@ from pathlib import Path
 from prometheus_client import Gauge
 
 from layby.engine.costs import CostMeter
+from layby.engine.elastic import ElasticPool
 from layby.engine.interfaces import ChatTemplate, Tokenizer
 from layby.engine.kept_kv import UnfinishedKV, bring_back, key_of, open_kept
 from layby.engine.kv_pool import KVPoolSize, check_pool_size
@@ -62,6 +63,7 @@ class Engine(RequestPreparer):
         shed_load: Refuse new work of the lowest class while memory is saturated.
         pressure: Says when that is; one with the usual marks if None.
         most_blocks: Gives the largest size that the device pool can have at present; None: any.
+        elastic: Gives it the size that memory allows; None: it keeps its size.
         clock: Seconds, monotonic.
         recorder: What the scheduler is recorded by, to be closed with the engine; None: it is not.
 
@@ -88,6 +90,7 @@ class Engine(RequestPreparer):
         shed_load: bool = False,
         pressure: PressureGauge | None = None,
         most_blocks: Callable[[], int] | None = None,
+        elastic: ElasticPool | None = None,
         clock: Callable[[], float] = time.monotonic,
         recorder: Recorder | None = None,
     ) -> None:
@@ -111,6 +114,7 @@ class Engine(RequestPreparer):
         self.pressure = pressure or PressureGauge()
         self._shedding = LoadShedding(self.pressure) if shed_load else None
         self._most_blocks = most_blocks
+        self._elastic = elastic
         self._live: dict[str, LiveRequest] = {}
         self._gaps: Counter[float] = Counter()  # token to token, of the step being committed
         self._empty_steps = 0
@@ -228,6 +232,7 @@ class Engine(RequestPreparer):
             BaseException: What broke the step off, if that was no Exception.
         """
         self._check_alive()
+        self.follow_memory()
         try:
             plan = self.scheduler.schedule()
             in_transfer = self.scheduler.tiers.num_transfers
@@ -256,8 +261,24 @@ class Engine(RequestPreparer):
         result = self.executor.execute(plan)
         costs = self._cost_meter.observe(plan, result, time.perf_counter() - started)
         if costs is not None:
-            self.scheduler.set_costs(costs)
+            self.scheduler.set_costs(costs if self._elastic is None else self._elastic.price(costs))
         return result
+
+    def follow_memory(self) -> None:
+        """With ``elastic_memory``, look at the memory if it is time, and begin to resize the pool.
+
+        Every step does so; whoever keeps an idle engine calls it every ``memory_wait_s`` seconds.
+        """
+        if self._elastic is not None:
+            try:
+                self._elastic.follow(self.scheduler)
+            except Exception:
+                logger.exception("could not follow the memory; trying again")
+
+    @property
+    def memory_wait_s(self) -> float | None:
+        """Seconds until ``follow_memory`` has something to do; None: it never has."""
+        return None if self._elastic is None else self._elastic.wait_s(self._clock())
 
     def abort(self, request_id: str, error: LaybyError | None = None) -> RequestDelta | None:
         """End a request now; its blocks are free at the next step.
@@ -281,7 +302,7 @@ class Engine(RequestPreparer):
         """Give the device pool another size, while requests run; see ``Scheduler.resize``.
 
         An idle engine does it at once, a busy one in its next step. What is given up goes back to
-        the system.
+        the system. With ``elastic_memory`` it is the largest size from then on.
 
         Returns:
             The size it has now, and the target.
@@ -295,6 +316,8 @@ class Engine(RequestPreparer):
         grows = not isinstance(num_blocks, int) or num_blocks > device.num_blocks
         most = self._most_blocks() if self._most_blocks is not None and grows else None
         self.scheduler.resize(check_pool_size(num_blocks, most))
+        if self._elastic is not None:
+            self._elastic.set_most(num_blocks)
         if not self._live and self.has_unfinished:
             self.step()
             self._check_alive()
@@ -510,6 +533,12 @@ class Engine(RequestPreparer):
             # The request has its answer; what is not released costs memory, not correctness.
             logger.exception("the executor could not release %s", live.request)
 
+    @property
+    def _target_blocks(self) -> int:
+        """Size that the device pool is to have in the end."""
+        goal = None if self._elastic is None else self._elastic.goal
+        return self.scheduler.target_blocks if goal is None else goal
+
     def _publish(self) -> None:
         """Make the snapshot that other threads read."""
         scheduler, metrics = self.scheduler, self.scheduler.metrics
@@ -530,7 +559,7 @@ class Engine(RequestPreparer):
             waiting=load.waiting,
             swapped=load.swapped,
             num_blocks=device.num_blocks,
-            num_target_blocks=scheduler.target_blocks,
+            num_target_blocks=self._target_blocks,
             num_free_blocks=device.num_free,
             num_swap_blocks=swap.num_blocks,
             num_free_swap_blocks=swap.num_free,
@@ -546,6 +575,8 @@ class Engine(RequestPreparer):
             swap_faults=sum(metrics.swap_faults.values()),
             kv_losses=metrics.kv_losses,
             kv_usage_max=metrics.kv_usage_max,
+            pool_shrinks=0 if self._elastic is None else self._elastic.shrinks,
+            pool_growths=0 if self._elastic is None else self._elastic.growths,
             requests_accepted=metrics.requests_accepted,
             requests_finished=metrics.requests_finished,
             requests_aborted=metrics.requests_aborted,

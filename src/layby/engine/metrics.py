@@ -61,6 +61,7 @@ class EngineStats(Mapping[str, Any]):
         swapped_out_blocks, swapped_in_blocks: Blocks moved to the swap pool, and back.
         demoted_blocks, promoted_blocks: Blocks moved from there to disk, and back.
         swap_faults: Transfers between RAM and disk that failed.
+        pool_shrinks, pool_growths: How often memory has called for another size of the device pool.
         kv_losses: Parked requests that had to be recomputed because of it, or for lack of room.
         kv_usage_max: Largest ``kv_usage`` at the end of a step.
         requests_accepted, requests_finished, requests_aborted: Totals; finished are those that
@@ -101,6 +102,8 @@ class EngineStats(Mapping[str, Any]):
     demoted_blocks: int = 0
     promoted_blocks: int = 0
     swap_faults: int = 0
+    pool_shrinks: int = 0
+    pool_growths: int = 0
     kv_losses: int = 0
     kv_usage_max: float = 0.0
     requests_accepted: int = 0
@@ -281,6 +284,19 @@ class _StatsCollector(Collector):
         yield GaugeMetricFamily(
             "layby_kv_blocks_total", "Blocks of the device pool now.", value=stats.num_blocks
         )
+        yield GaugeMetricFamily(
+            "layby_kv_blocks_target",
+            "Blocks that the device pool is to have.",
+            value=stats.num_target_blocks,
+        )
+        resizes = CounterMetricFamily(
+            "layby_kv_pool_resizes",
+            "How often memory has called for another size of the device pool.",
+            labels=["direction"],
+        )
+        resizes.add_metric(["shrink"], stats.pool_shrinks)
+        resizes.add_metric(["grow"], stats.pool_growths)
+        yield resizes
         yield GaugeMetricFamily(
             "layby_preemption_rate", "Preemptions per request.", value=stats.preemption_rate
         )
