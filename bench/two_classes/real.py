@@ -55,7 +55,7 @@ class Player:
         prompts = [self._prompt(request.num_prompt_tokens) for request in trace.requests]
         gc.collect()
         moves_before = self._engine.scheduler.metrics.preemptions
-        ttfts_s, job_ends_s = _play(self._engine, trace, prompts, advance)
+        ttfts_s, job_ends_s = play_on(self._engine, trace, prompts, advance)
         moves = self._engine.scheduler.metrics.preemptions - moves_before
         num_jobs = sum(request.priority == BATCH for request in trace.requests)
         return Outcome(
@@ -73,18 +73,36 @@ class Player:
         return [self._random.randrange(1000, 20000) for _ in range(num_tokens)]
 
 
-def _play(
-    engine: Engine, trace: Trace, prompts: list[list[int]], advance: Callable[[], None]
+def play_on(
+    engine: Engine,
+    trace: Trace,
+    prompts: list[list[int]],
+    advance: Callable[[], None] = lambda: None,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> tuple[list[float], list[float]]:
-    """TTFTs of the urgent, and ends of the jobs since the start, in seconds."""
+    """Play a trace with these prompts.
+
+    Args:
+        engine: Idle.
+        trace: What arrives.
+        prompts: For each request its tokens.
+        advance: Called as each request ends.
+        clock, sleep: The engine's clock, and how to wait on it.
+
+    Returns:
+        TTFTs of the urgent, in the order of their first tokens, and ends of the jobs since the
+        start; all in seconds.
+    """
     coming = deque(zip(trace.requests, prompts, strict=True))
     asked: dict[str, TraceRequest] = {}
     unanswered: set[str] = set()
     ttfts_s: list[float] = []
     job_ends_s: list[float] = []
-    start = time.monotonic()
+    start = clock()
     while coming or engine.has_unfinished:
-        now = time.monotonic() - start
+        now = clock() - start
         while coming and coming[0][0].arrival_s <= now:
             request, prompt = coming.popleft()
             params = SamplingParams(
@@ -94,7 +112,7 @@ def _play(
             asked[name] = request
             unanswered.add(name)
         if not engine.has_unfinished:
-            time.sleep(max(0.0, coming[0][0].arrival_s - now))
+            sleep(max(0.0, coming[0][0].arrival_s - now))
             continue
         for delta in engine.step():
             if delta.error is not None:
