@@ -224,6 +224,22 @@ def test_moves_stay_bounded_under_steady_overload() -> None:
     assert max(moves) <= 4
 
 
+def test_an_overload_that_lasts_longer_takes_no_more_moves_per_request() -> None:
+    """Twice what can be served keeps coming; whoever ends early or late was parked as often."""
+    bench = Bench(num_blocks=60, max_num_seqs=16)
+    requests: list[Request] = []
+    for number in range(800):
+        requests.append(bench.add(str(number), 3 * BLOCK, 4 * BLOCK + number % 13))
+        bench.step(1.0)
+    ended = [request.num_preemptions for request in requests if request.is_finished]
+    assert len(ended) < 0.6 * len(requests)
+    parts = [ended[len(ended) * part // 3 : len(ended) * (part + 1) // 3] for part in range(3)]
+    moves = [sum(part) / len(part) for part in parts]
+    assert 0.2 < moves[0] <= 2
+    assert max(moves) <= 1.25 * min(moves)
+    assert max(ended) <= 4
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
