@@ -29,9 +29,9 @@ def test_a_request_that_is_four_fifths_done_computes_nothing_again_when_it_must_
     while old.sequences[0].num_output_tokens < 0.8 * ANSWER:
         harness.engine.step()
     harness.engine.add_request("y" * 70, params, request_id="urgent", priority=0)
-    answers = harness.run()
+    harness.run()
     assert old.num_preemptions == 1
-    assert answers["old"].outputs[0].text == answers["urgent"].outputs[0].text == alphabet(ANSWER)
+    assert bytes(old.sequences[0].output_tokens).decode() == alphabet(ANSWER)
     stats = harness.engine.stats()
     assert (stats.preemptions_swap, stats.recomputed_tokens) == (1, 0)
     computed = [plan.num_tokens for plan in harness.executor.plans]
