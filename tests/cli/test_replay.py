@@ -4,26 +4,13 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from layby.cli import main
-from layby.cli.app import app
-from layby.cli.replay import replay
 from layby.scheduling import MoveCosts
 from tests.engine.recorded import RecordedHarness, record
-
-
-@pytest.fixture(autouse=True)
-def _registered() -> Iterator[None]:
-    """The command is there whether or not the program lists it yet."""
-    before = list(app.registered_commands)
-    if all(command.callback is not replay for command in before):
-        app.command()(replay)
-    yield
-    app.registered_commands[:] = before
 
 
 @pytest.fixture

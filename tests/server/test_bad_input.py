@@ -57,6 +57,22 @@ def test_what_is_no_http_is_answered_in_the_shape_of_every_error(client: httpx.C
     assert_healthy(client)
 
 
+def test_nonsense_behind_a_call_ends_its_answer_and_is_not_told_in_the_middle_of_it(
+    client: httpx.Client,
+) -> None:
+    body = json.dumps({"prompt": "a", "max_tokens": 1000, "stream": True}).encode()
+    with socket.create_connection((client.base_url.host, client.base_url.port or 80)) as raw:
+        raw.settimeout(10)
+        head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+        raw.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        answer = raw.recv(4096)
+        raw.sendall(b"nonsense\r\n\r\n")
+        answer += b"".join(iter(lambda: raw.recv(4096), b""))
+    assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert answer.count(b"HTTP/1.1") == 1
+    assert_healthy(client)
+
+
 def error_of(answer: httpx.Response) -> dict[str, Any]:
     error: dict[str, Any] = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import socket
 import threading
@@ -197,9 +198,52 @@ def test_a_long_list_of_prompts_costs_no_task_for_each() -> None:
     asyncio.run(run())
 
 
-def half_a_body(url: str) -> socket.socket:
+def connected(url: str) -> socket.socket:
     host, _, port = url.removeprefix("http://").partition(":")
     connection = socket.create_connection((host, int(port)))
+    connection.settimeout(20)
+    return connection
+
+
+@pytest.mark.parametrize("piece", [b"x", b"x-a: b\r\n"])
+@pytest.mark.parametrize("begin", [b"GET /", b"GET /health HTTP/1.1\r\nHost: a\r\nX-B: "])
+def test_headers_without_an_end_are_refused_before_they_hold_anybody_up(
+    begin: bytes, piece: bytes
+) -> None:
+    """The time that 50 MB of them took grew with their square, and needed no key."""
+    if begin == b"GET /" and b"\r" in piece:
+        begin += b" HTTP/1.1\r\n"
+    endless = piece * (65536 // len(piece))
+    with live_server(make_engine()) as url, connected(url) as connection:
+        connection.sendall(begin)
+        sent = 0
+        with contextlib.suppress(OSError):
+            while sent < 50 * 2**20:
+                connection.sendall(endless)
+                sent += len(endless)
+        assert sent < 20 * 2**20  # what the system holds, and no more
+        with contextlib.suppress(ConnectionResetError):  # it may come before the answer is read
+            answer = connection.recv(4096)
+            assert answer.startswith(b"HTTP/1.1 431 Request Header Fields Too Large\r\n")
+        assert httpx.get(f"{url}/health").status_code == 200
+
+
+def test_headers_of_a_tolerable_length_are_read_in_whatever_pieces_they_come() -> None:
+    with live_server(make_engine()) as url, connected(url) as connection:
+        for _ in range(3):  # on one connection
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\nX-A: ")
+            for _ in range(5):
+                time.sleep(0.01)
+                connection.sendall(b"x" * 10_000)
+            connection.sendall(b"\r\n\r\n")
+            answer = b""
+            while b'"pressure"' not in answer:
+                answer += connection.recv(4096)
+            assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+
+
+def half_a_body(url: str) -> socket.socket:
+    connection = connected(url)
     connection.sendall(
         b"POST /v1/completions HTTP/1.1\r\nHost: toy\r\nContent-Type: application/json\r\n"
         b'Content-Length: 1000\r\n\r\n{"prompt": "a'

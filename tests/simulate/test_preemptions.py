@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from layby.simulate.preemptions import Preemption, read_preemptions
 from layby.simulate.recordings import replay_recording
 from layby.simulate.traces import TraceError
 from tests.engine.recorded import RecordedHarness, record
+from tests.simulate.test_replay import rows_of, write
 
 TIMES = {"out_s": 0.003, "in_s": 0.002}
 
@@ -54,10 +54,10 @@ def test_a_replay_comes_to_the_same_estimates_and_finds_one_that_was_changed(
     check = replay_recording([weighed], check=True).check
     assert check is not None
     assert check.difference is None
-    rows = [json.loads(line) for line in weighed.read_text().splitlines()]
+    rows = rows_of(weighed)
     row = next(row for row in rows if row["e"] == "step" and "why" in row)
     row["why"][0][-1] *= 1 + 1e-15
-    check = replay_recording([write(tmp_path, rows)], check=True).check
+    check = replay_recording([write(tmp_path / "changed", rows)], check=True).check
     assert check is not None
     assert check.difference is not None
     assert (check.difference.step, check.difference.what) == (row["k"], "decisions")
@@ -66,11 +66,11 @@ def test_a_replay_comes_to_the_same_estimates_and_finds_one_that_was_changed(
 def test_a_recording_of_before_that_tells_no_estimates_is_still_proven(
     weighed: Path, tmp_path: Path
 ) -> None:
-    rows = [json.loads(line) for line in weighed.read_text().splitlines()]
+    rows = rows_of(weighed)
     for row in rows:
         if row["e"] == "step":
             row.pop("why", None)
-    path = write(tmp_path, rows)
+    path = write(tmp_path / "changed", rows)
     check = replay_recording([path], check=True).check
     assert check is not None
     assert check.difference is None
@@ -89,15 +89,9 @@ def test_times_count_from_the_beginning_of_the_first_file(weighed: Path) -> None
 def test_an_estimate_that_makes_no_sense_is_refused_with_its_line(
     weighed: Path, tmp_path: Path, why: list[list[float]]
 ) -> None:
-    rows = [json.loads(line) for line in weighed.read_text().splitlines()]
+    rows = rows_of(weighed)
     place = next(i for i, row in enumerate(rows) if row["e"] == "step" and "why" in row)
     rows[place]["why"] = why
     with pytest.raises(TraceError, match="preemptions") as caught:
-        list(read_preemptions([write(tmp_path, rows)]))
+        list(read_preemptions([write(tmp_path / "changed", rows)]))
     assert caught.value.line == place + 1
-
-
-def write(folder: Path, rows: list[dict[str, object]]) -> Path:
-    path = folder / "changed"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path

@@ -133,7 +133,7 @@ def serve_engine(
             http=HttpProtocol,
             loop="auto",
             lifespan="off",
-            log_level="warning",
+            log_level="error",  # what callers do wrong they are told
             access_log=False,
             timeout_graceful_shutdown=_LAST_WORDS_S,
         )
