@@ -41,7 +41,7 @@ def test_a_request_that_is_four_fifths_done_computes_nothing_again_when_it_must_
 @pytest.mark.parametrize("num_swap_blocks", [0, 3, 64])
 def test_conversations_that_fill_the_pool_all_come_to_their_own_end(num_swap_blocks: int) -> None:
     """Eight that need five blocks each, all admitted while they are short, in a pool of twelve."""
-    harness = Harness(num_blocks=12, num_swap_blocks=num_swap_blocks, watermark=0)
+    harness = Harness(num_blocks=12, num_swap_blocks=num_swap_blocks, headroom=0)
     for number in range(8):
         prompt = f"{number}" * 16  # a block each
         harness.engine.add_request(prompt, SamplingParams(max_tokens=60), request_id=prompt)
@@ -57,7 +57,7 @@ def test_conversations_that_fill_the_pool_all_come_to_their_own_end(num_swap_blo
 
 def test_a_full_swap_space_holds_up_nobody() -> None:
     """It has room for one of five; somebody ends at least every time that one answer takes."""
-    harness = Harness(num_blocks=10, num_swap_blocks=4, watermark=0)
+    harness = Harness(num_blocks=10, num_swap_blocks=4, headroom=0)
     for number in range(5):
         harness.engine.add_request(f"{number}" * 32, SamplingParams(max_tokens=64))
     most_used = 0.0
