@@ -179,12 +179,14 @@ class RandomTraffic(RuleBasedStateMachine):
             self.cut_short.add(request.request_id)
 
     @precondition(lambda self: self.harness.scheduler.requests)
-    @rule(keeps_tokens=st.booleans())
-    def restart(self, keeps_tokens: bool) -> None:
+    @rule(keeps_tokens=st.booleans(), kv=st.sampled_from(["none", "kept", "lost"]))
+    def restart(self, keeps_tokens: bool, kv: str) -> None:
         """The process ends between two steps; another one goes on with what was unfinished."""
         metrics = self.harness.scheduler.metrics
         self.ended_before += metrics.requests_finished + metrics.requests_aborted
-        again = self.harness.restart(keeps_tokens=keeps_tokens)
+        again = self.harness.restart(
+            keeps_tokens=keeps_tokens, keeps_kv=kv != "none", loses_kv=kv == "lost"
+        )
         self.accepted = [again.get(r.request_id, r) for r in self.accepted]
         if not keeps_tokens:  # what ended early is generated to its end this time
             self.cut_short -= again.keys()
