@@ -105,4 +105,7 @@ def show_profile(profile: Profile, console: Console) -> None:
 def _move(cost: MoveCost | None) -> str:
     if cost is None:
         return "not measured: no --swap-dir"
-    return f"{cost.fixed_s * 1e6:.1f} µs + {cost.block_s * 1e6:.2f} µs per block"
+    told = f"{cost.fixed_s * 1e6:.1f} µs + {cost.block_s * 1e6:.2f} µs per block"
+    if cost.beside_block_s is None:
+        return told
+    return f"{told}, {cost.beside_block_s * 1e6:.2f} µs more beside the step"

@@ -100,8 +100,10 @@ def tune(
     """Search the settings under which a server answers this traffic best, on a virtual clock.
 
     Searched are --max-num-seqs, --max-num-batched-tokens, --watermark, --preemption-mode and
-    --swap-gib, for throughput and for the SLO; each of them that is set to other than its default
-    is held there. The queue has no limit, and no load is shed. The same seed gives the same result.
+    --swap-gib, and with several classes of requests --urgent-window, --background-tokens,
+    --preemption-threshold, --priority-aging and --demote-after-tokens, for throughput and for the
+    SLO; each of them that is set to other than its default is held there. The queue has no limit,
+    and no load is shed. The same seed gives the same result.
     """
     from layby.simulate.profiles import load_profile
     from layby.simulate.slo import parse_slo
