@@ -40,7 +40,7 @@ def curves(draw: st.DrawFn, start: float | None = None) -> tuple[tuple[int, floa
     return tuple(knots)
 
 
-move_costs = st.builds(MoveCost, seconds, seconds)
+move_costs = st.builds(MoveCost, seconds, seconds, st.none() | seconds)
 cost_models = st.builds(
     CostModel,
     rows_s=curves(start=1.0),

@@ -11,6 +11,7 @@ import typer
 from layby.cli.flags import engine_flags, takes
 from layby.cli.terminal import (
     JsonTarget,
+    check_apart,
     check_target,
     log_to_stderr,
     table_console,
@@ -47,6 +48,7 @@ def profile(
     from layby.simulate.profiling import profile_model
 
     log_to_stderr()
+    check_apart(out=out, json=json)
     result = profile_model(engine, name=Path(out).stem, limit_s=limit, progress=sys.stderr.isatty())
     result.save(out)
     show_profile(result, table_console(json))
