@@ -81,7 +81,7 @@ KNOBS: Final = (
     Knob("max_num_seqs", _around(1 / 16, 8)),
     Knob("max_num_batched_tokens", _around(1 / 16, 8)),
     Knob("watermark", _among(0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)),
-    Knob("preemption_mode", _among("auto", "swap", "recompute")),
+    Knob("preemption_mode", _among("auto", "recompute")),
     # No more than there is: RAM is not what a search can find.
     Knob("swap_gib", _parts(0, 1 / 8, 1 / 4, 1 / 2), ("num_swap_blocks",), "num_swap_blocks"),
     Knob("urgent_window", _among(0.0, 5.0, 15.0, 30.0, 60.0, 120.0), of_classes=True),
