@@ -21,7 +21,8 @@ from layby.sampling_params import SamplingParams
 from layby.scheduling import SchedulerConfig
 from layby.simulate.profiles import load_profile
 from layby.simulate.recordings import Check, ReplayReport, replay_recording
-from layby.simulate.simulation import simulate
+from layby.simulate.resizes import PoolResize
+from layby.simulate.simulation import Simulation, simulate
 from layby.simulate.traces import TraceError, read_trace
 from tests.engine.harness import spell
 from tests.engine.recorded import RecordedHarness, record
@@ -678,6 +679,40 @@ def test_a_recording_is_a_trace(tmp_path: Path) -> None:
     assert first.prefix[:3] == second.prefix[:3]
     assert first.prefix[3] != second.prefix[3]
     assert cut.prefix == aborted.prefix == ()
+
+
+def test_a_trace_has_the_sizes_of_the_pool(tmp_path: Path) -> None:
+    """Each from the step that made it so, also where the file begins with another than the first;
+    in blocks of another size they hold as many tokens."""
+    record(tmp_path / "r", meddling=resize, **PRESSURE)
+    told = [row["size"] for row in rows_of(tmp_path / "r") if row["e"] == "size"]
+    trace = read_trace(tmp_path / "r")
+    sizes = [each.num_blocks for each in trace.resizes]
+    assert len(sizes) > 3
+    assert sizes == [size for size in told if size in sizes]  # but for those overtaken by the next
+    times = [each.at_s for each in trace.resizes]
+    assert times == sorted(times)
+    assert times[0] >= 0
+    assert times[-1] < trace.duration_s * 2
+    config = SchedulerConfig(num_blocks=200, num_swap_blocks=50, block_size=4)
+    simulation = Simulation(trace, load_profile("a100-llama3-8b"), config)
+    simulation.run()
+    reached = [each.num_blocks for each in trace.resizes if each.at_s < trace.duration_s]
+    assert simulation.scheduler.target_blocks in reached[-1:] + sizes[len(reached) :]
+    assert PoolResize(0.0, 30, block_tokens=4).blocks_of(16) == 7
+    assert trace.scaled(rate_scale=2).resizes[0].at_s == times[0] / 2
+
+
+def test_a_part_begins_with_the_size_of_then(tmp_path: Path) -> None:
+    harness = RecordedHarness(tmp_path / "r", max_bytes=200, num_blocks=40)
+    for _ in range(4):
+        harness.engine.add_request("abcd", SamplingParams(max_tokens=9))
+        harness.run()
+        if harness.scheduler.target_blocks == 40:
+            harness.engine.resize_kv_pool(25)
+    harness.close()
+    trace = read_trace(tmp_path / "r.1")
+    assert [(each.at_s, each.num_blocks) for each in trace.resizes] == [(0.0, 25)]
 
 
 def test_a_trace_has_who_was_accepted_and_answered(pressure: Path) -> None:
