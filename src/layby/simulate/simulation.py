@@ -80,7 +80,9 @@ class _Observer:
     _last_step_end: float = 0.0
 
     def decided(self, plan: StepPlan) -> None:
-        """A step begins: some requests change their queue."""
+        """A step begins: some requests change their queue, some sit it out."""
+        for seq in plan.paused:
+            self._last_tokens[seq] = (self._last_token_s(seq), len(seq.tokens))
         for request, mode in plan.preempted:
             for seq in request.sequences:
                 self._last_tokens[seq] = (self._last_token_s(seq), len(seq.tokens))
