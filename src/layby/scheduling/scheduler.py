@@ -298,6 +298,7 @@ class Scheduler:
                 case Phase.WAITING:
                     self._schedule_waiting(step)  # admit new work with what is left
         self._spend_rest(step)
+        self._pause(step)
         self._tend_tiers(step)
         return self._commit_step(step)
 
@@ -764,6 +765,17 @@ class Scheduler:
             item.samplers = tuple(request.sequences)
         else:
             item.samplers = (seq,)
+
+    def _pause(self, step: _Step) -> None:
+        """Decodes less urgent than a prompt that is computed sit this step out, which makes it
+        shorter. In the next they are attended to, so nobody misses two on end."""
+        if not self._urgent.window_s or step.prefill_class == math.inf:
+            return
+        for request in self.running:
+            if request.rank > step.prefill_class and self._steady.discard(request):
+                self._classes.forget_demotion(request)
+                self._attended.add(request)
+                step.plan.paused.append(request.sequences[0])
 
     def _tokens_of(self, request: Request, step: _Step) -> int:
         """Tokens the step has promised or planned for the request."""
