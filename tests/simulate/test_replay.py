@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from layby.engine import recorder
 from layby.engine.recording import file as recording_file
 from layby.errors import LaybyError
+from layby.execution.faults import Faults
 from layby.sampling_params import SamplingParams
 from layby.scheduling import SchedulerConfig
 from layby.simulate.profiles import load_profile
@@ -357,6 +358,41 @@ def test_what_an_earlier_process_began_goes_on_in_a_replay(tmp_path: Path) -> No
     [traced] = [r for r in read_trace(tmp_path / "r").requests if r.priority == -1]
     assert traced.num_prompt_tokens == 12 + 4  # as many as it had on average
     row["o"] = [6, 2]
+    assert checked(write(tmp_path / "lie", rows)).difference is not None
+
+
+def test_what_came_back_with_its_kv_is_parked_in_a_replay_too(tmp_path: Path) -> None:
+    """One of four finds its KV unreadable; a replay knows which, and where the others lie."""
+    first = RecordedHarness(tmp_path / "first", block_size=4, num_blocks=60)
+    asked = [(list(b"x" * (9 + k)), SamplingParams(n=1 + k % 2, max_tokens=20)) for k in range(4)]
+    for prompt, params in asked:
+        first.engine.add_request(prompt, params)
+    for _ in range(6):
+        first.engine.step()
+    saved = first.engine.unfinished_kv()
+    assert saved.save(tmp_path / "kv") == 4
+    outputs = [
+        [(list(seq.output_tokens), None) for seq in request.sequences]
+        for request in first.scheduler.requests.values()
+    ]
+    harness = RecordedHarness(tmp_path / "r", block_size=4, num_blocks=30)
+    kept = harness.engine.open_kept(tmp_path / "kv", Faults.parse("state.read=eio:0.3,seed=2"))
+    assert kept is not None
+    for (prompt, params), had in zip(asked, outputs, strict=True):
+        prepared = harness.engine.prepare_again(
+            prompt, params, priority=0, cache_salt="", age_s=1.0, outputs=had, kept=kept
+        )
+        harness.engine.submit(prepared)
+    harness.run()
+    harness.close()
+    kept.close()
+    assert checked(tmp_path / "r").difference is None
+    rows = rows_of(tmp_path / "r")
+    arrivals = [row for row in rows if row.get("again")]
+    assert all(row["computed"] for row in arrivals)
+    assert 0 < sum(row["e"] == "lost" for row in rows) < 4
+    arrivals[-1]["computed"][0] -= 4
+    arrivals[-1]["kept"][0].pop()
     assert checked(write(tmp_path / "lie", rows)).difference is not None
 
 
