@@ -237,6 +237,20 @@ def test_a_request_that_needs_more_keeps_the_pool_and_then_it_goes_in_stages() -
     assert max(drops) <= 4
 
 
+def test_a_goal_that_must_wait_is_one_change_and_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    box = Box(limit=1000)
+    box.touch()
+    box.engine.add_request("x" * 8, SamplingParams(max_tokens=20, n=7))
+    box.others = 1000
+    box.steps(15)
+    assert box.sizes[-1] == 37
+    assert box.engine.stats().pool_shrinks == 1
+    assert caplog.text.count("elastic memory") == 1
+    box.steps(20)
+    assert box.sizes[-1] == LEAST
+    assert box.engine.stats().pool_shrinks == 1
+
+
 def test_an_operator_sets_the_largest_size_and_memory_goes_on_from_there() -> None:
     box = Box()
     box.engine.resize_kv_pool(40)

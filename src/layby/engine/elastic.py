@@ -193,7 +193,8 @@ class ElasticPool:
         if goal < self.min_blocks:
             self._log(now, "stay", size, size, f"{reason}, too little to copy the pool")
             return
-        if goal >= (size if self.goal is None else min(size, self.goal)):
+        wanted = scheduler.target_blocks if self.goal is None else self.goal
+        if goal >= min(size, wanted):  # it is, or waits for a request that may need more
             return
         self.goal = goal
         self.shrinks += 1
