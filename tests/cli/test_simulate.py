@@ -314,6 +314,8 @@ def test_two_outputs_to_one_place_are_refused(
 
 def test_a_page_must_be_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert "must name a file" in complaint(capsys, *PROFILE, *ARRIVALS, "--html", "-")
+    assert main(["profile", "smollm2", "--out", "-"]) == 2
+    assert "must name a file" in capsys.readouterr().err
 
 
 def test_a_run_that_serves_nobody_fails_after_its_report(
