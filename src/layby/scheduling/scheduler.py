@@ -461,33 +461,37 @@ class Scheduler:
         """Blocks that a newcomer must leave to more urgent classes, which came to need them lately.
 
         ``least`` is the least urgent that runs. The first of a class comes in anyhow, so that it
-        gets on.
+        gets on. A parked one that holds up somebody more urgent, who waits for it to come back,
+        leaves what he would leave: else all three would wait for the window to pass.
         """
         if least is None or least.rank < request.rank or not self.policy.parks_for_urgent:
             return 0
-        room = 0
-        if peak := self._urgent.peak(request.rank, now):
-            room = peak - self._held_by(request.rank - 1)
+        rank, room = request.rank, 0
+        if request.status is RequestStatus.SWAPPED and (waits := self.waiting.head) is not None:
+            rank = min(rank, waits.rank)
+        if peak := self._urgent.peak(rank, now):
+            room = peak - self._held_by(rank - 1)
         if self.config.preemption_threshold < 1 and self._yields(request, now):
             room = max(room, self._spare_blocks)
         return max(room, 0)
 
-    def _held_by(self, rank: int) -> int:
-        """Blocks held by the classes up to this one."""
+    def _held_by(self, claim: int) -> int:
+        """Blocks held by those of this claim and better ones."""
         least = self.running.tail
-        if least is None or least.rank <= rank:
+        if self.config.priority_aging is None and (least is None or least.rank <= claim):
             return self.memory.device.num_held
         held = 0
         for request in self.running:
-            if request.rank > rank:
+            if request.rank > claim:
                 break
-            held += self.memory.held_blocks(request)
+            if request.claim <= claim:
+                held += self.memory.held_blocks(request)
         return held
 
     def _note_need(self, request: Request, now: float) -> None:
         """Remember what this request's class and those more urgent hold."""
         if self._urgent.window_s:
-            self._urgent.note(request.rank, now, self._held_by(request.rank))
+            self._urgent.note(request.claim, now, self._held_by(request.claim))
 
     # --- verbs: status, memory and queue change together ---
 
