@@ -161,6 +161,24 @@ class RandomTraffic(RuleBasedStateMachine):
         assert request.priority == request.claim == request.rank == priority
         self.harness.scheduler.check_integrity()
 
+    @precondition(lambda self: len(self.harness.scheduler.swapped))
+    @rule(data=st.data())
+    def urge(self, data: st.DataObject) -> None:
+        """A parked request becomes the most urgent of all: whoever is in its way leaves."""
+        scheduler, config = self.harness.scheduler, self.harness.config
+        request = data.draw(st.sampled_from(list(scheduler.swapped)))
+        best = min(min(other.rank, other.claim) for other in scheduler.requests.values())
+        scheduler.set_priority(request.request_id, best - 1)
+        is_free_to_come = (
+            config.policy == "swapped-first"
+            and config.preemption_threshold == 1  # who is parked ahead of need leaves in its stead
+            and config.max_num_batched_tokens - config.max_num_seqs >= request.num_live_seqs
+            and scheduler.tiers.is_in_ram(request)
+            and not scheduler.is_resizing
+        )
+        plan = self.harness.step()
+        assert request in plan.resumed or not is_free_to_come
+
     @rule(seconds=st.sampled_from([0.1, 5.0, 1e6]))
     def pass_time(self, seconds: float) -> None:
         self.harness.now += seconds
@@ -210,7 +228,7 @@ class RandomTraffic(RuleBasedStateMachine):
         assert self.ended_before + ended == len(self.accepted)
 
 
-EXAMPLES = int(os.environ.get("LAYBY_SCHEDULER_EXAMPLES", "2000"))
+EXAMPLES = int(os.environ.get("LAYBY_SCHEDULER_EXAMPLES", "1000"))
 
 RandomTraffic.TestCase.settings = settings(
     max_examples=EXAMPLES,
