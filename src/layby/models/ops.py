@@ -300,8 +300,8 @@ class ChunkedAttention:
             maximum[live] = new
             total[live].mul_(decay).add_(weights.sum(-1, keepdim=True))
             result[live].mul_(decay).add_(self._bmm(weights, values))
-        result = result.div_(total).unflatten(0, (seqs, kv_heads))[:, :, :used]
-        return result.view(by_head).transpose(1, 2).reshape(-1, kv_heads * per_kv * dim)
+        means: Tensor = result.div_(total).unflatten(0, (seqs, kv_heads))
+        return means[:, :, :used].view(by_head).transpose(1, 2).reshape(-1, kv_heads * per_kv * dim)
 
     def _scores(self, layer: int, query: Tensor, chunk: _Chunk) -> tuple[Tensor, Tensor]:
         """Masked scores ``[n * Hkv, rows, CHUNK]`` and values ``[n * Hkv, CHUNK, D]``."""
