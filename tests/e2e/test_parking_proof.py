@@ -4,8 +4,7 @@ Every case is drawn from its own seed: a few requests, an engine too small for t
 disturb it. What comes out is compared with a run on a pool that has room for everybody.
 
 Forty cases by default; ``make proof`` runs a thousand. A failure names its seed:
-``LAYBY_PROOF=1 LAYBY_PROOF_FIRST=17`` runs case 17 alone. ``LAYBY_PROOF_KINDS=cuda`` draws from
-networks on a GPU only.
+``LAYBY_PROOF=1 LAYBY_PROOF_FIRST=17`` runs case 17 alone.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ from tests.execution.harness import NETWORKS, TINY, make_network, random_weights
 COUNT = int(os.environ.get("LAYBY_PROOF", "40"))
 FIRST = int(os.environ.get("LAYBY_PROOF_FIRST", "0"))
 KINDS = ["torch float32", *(kind for kind in NETWORKS if not kind.startswith("torch"))]
-KINDS = [kind for kind in KINDS if kind.startswith(os.environ.get("LAYBY_PROOF_KINDS", ""))]
 MODEL = replace(
     TINY, vocab_size=ByteTokenizer().vocab_size, hidden_size=64, num_heads=4, head_dim=16
 )  # what the compiled kernels can do

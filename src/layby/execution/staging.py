@@ -162,11 +162,6 @@ class Staging:
         mark = self._last
         return (lambda: None) if mark is None else (lambda: self._lane.wait(mark))
 
-    def join(self) -> None:
-        """Let the main flow wait for all copies begun so far."""
-        if self._last is not None:
-            self._lane.join(self._last)
-
     def _batches(self, pairs: list[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
         size = len(self._ring[0].blocks)
         return (pairs[low : low + size] for low in range(0, len(pairs), size))

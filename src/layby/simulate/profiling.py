@@ -198,35 +198,7 @@ def profile_model(
     """
     from layby.engine.build import build_engine
 
-    kv_cache_dtype = None if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-    return profile_engine(
-        build_engine(config),
-        kv_cache_dtype=kv_cache_dtype,
-        name=name,
-        limit_s=limit_s,
-        progress=progress,
-    )
-
-
-def profile_engine(
-    engine: Engine,
-    *,
-    kv_cache_dtype: str | None = None,
-    name: str | None = None,
-    limit_s: float = 120.0,
-    progress: bool = False,
-) -> Profile:
-    """Measure an engine over a model, and fit a cost model. It is closed in the end.
-
-    Args:
-        engine: One that nobody has used or will use; it knows its device and dtype.
-        kv_cache_dtype: Number format of its KV cache; None: the engine's own.
-        name, limit_s, progress: As of ``profile_model``.
-
-    Raises:
-        ConfigError: The engine is too small for it.
-        EngineUnavailableError: A step failed.
-    """
+    engine = build_engine(config)
     # Not earlier: it imports torch, and how torch's threads wait is settled by build_engine.
     from layby.execution import TorchExecutor
 
@@ -256,15 +228,14 @@ def profile_engine(
             f"{len(timings.steps)} kinds of steps to measure, too few for a profile"
         )
     cost = fit_cost(timings)
-    assert engine.device is not None
-    assert engine.dtype is not None
+    dtype = engine.dtype or config.dtype
     return Profile(
         name=engine.model_name if name is None else name,
         kind=MEASURED,
         model=engine.model_name,
-        dtype=engine.dtype,
-        kv_cache_dtype=kv_cache_dtype or engine.dtype,
-        device=engine.device,
+        dtype=dtype,
+        kv_cache_dtype=dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+        device=engine.device or config.device,
         machine=describe_machine(),
         block_size=settings.block_size,
         block_bytes=block_bytes,
@@ -734,6 +705,5 @@ __all__ = [
     "fit_cost",
     "fit_error",
     "nnls",
-    "profile_engine",
     "profile_model",
 ]
