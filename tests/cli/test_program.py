@@ -236,7 +236,7 @@ def test_every_option_of_the_server_has_a_flag() -> None:
         (["generate"], 2, "PROMPT"),
         (["generate", "x", "--num-blocks", "many"], 2, "must be an integer or none, got 'many'"),
         (["generate", "x", "--temperature", "hot"], 2, "must be a number, got 'hot'; see: layby"),
-        (["serve", "--watermark", "nan"], 1, "--watermark must be a finite number"),
+        (["serve", "--headroom", "nan"], 1, "--headroom must be a finite number"),
         (["generate", "x", "--dtype", "float8"], 2, "'bfloat16'"),
         (["generate", "x", "--file", "/nowhere/prompts"], 2, "/nowhere/prompts: No such file"),
         (["generate", "--file", os.devnull], 2, "holds no prompt"),
@@ -325,6 +325,25 @@ def test_ctrl_c_ends_the_program_quietly(
     monkeypatch.setattr(hub, "pull", interrupted)
     assert main(["model", "pull", "smollm2"]) == 130
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("fault", ["KeyboardInterrupt", "RuntimeError from KeyboardInterrupt"])
+def test_interrupted_while_it_loads_its_commands_it_says_nothing(fault: str) -> None:
+    """That takes a tenth of a second, in which Ctrl-C was a traceback. What a class raises while
+    it is made comes as a RuntimeError."""
+    raised, _, cause = fault.partition(" from ")
+    code = (
+        "import sys\n"
+        "class Interrupted:\n"
+        "    def find_spec(self, name, *more):\n"
+        "        if name == 'layby.cli.bench':\n"
+        f"            raise {raised} from {cause or None}()\n"
+        "sys.meta_path.insert(0, Interrupted())\n"
+        "from layby.cli import main\n"
+        "sys.exit(main())\n"
+    ).replace("from None()", "from None")
+    process = run("--version", code=code)
+    assert (process.returncode, process.stdout, process.stderr) == (130, "", "")
 
 
 @pytest.mark.parametrize("arguments", [["serve", "--help"], ["--version"]])

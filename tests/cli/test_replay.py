@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import random
 from pathlib import Path
 
 import pytest
 
 from layby.cli import main
-from layby.cli.app import app
-from layby.cli.replay import replay
-from tests.engine.recorded import record
-
-
-@pytest.fixture(autouse=True)
-def _registered() -> Iterator[None]:
-    """The command is there whether or not the program lists it yet."""
-    before = list(app.registered_commands)
-    if all(command.callback is not replay for command in before):
-        app.command()(replay)
-    yield
-    app.registered_commands[:] = before
+from layby.scheduling import MoveCosts
+from tests.engine.recorded import RecordedHarness, record
 
 
 @pytest.fixture
@@ -87,3 +76,21 @@ def test_what_is_no_recording_is_one_clear_line(
 def test_help_explains_several_files(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", "--help"]) == 0
     assert "the oldest first: FILE.2 FILE.1 FILE." in " ".join(capsys.readouterr().out.split())
+
+
+def test_preemptions_are_listed_with_what_either_way_would_have_cost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def tell_costs(harness: RecordedHarness, rng: random.Random) -> None:
+        harness.scheduler.set_costs(MoveCosts(0.003, 0.002, rng.choice([1e-5, 0.1])))
+
+    record(tmp_path / "r", seed=35, requests=40, meddling=tell_costs, num_swap_blocks=8)
+    assert main(["replay", str(tmp_path / "r"), "--preemptions", "--json", "-"]) == 0
+    captured = capsys.readouterr()
+    listed = json.loads(captured.out)["preemptions"]
+    first = next(each for each in listed if each["weighing"])
+    swap_ms = f"swap {1e3 * first['weighing']['swap_s']:.2f} ms"
+    told = [line for line in captured.err.splitlines() if " leaves by " in line]
+    assert len(told) == len(listed)
+    assert f"request {first['request']} leaves by {first['mode']}; {swap_ms}" in captured.err
+    assert any(line.endswith("the ways out were not compared") for line in told)

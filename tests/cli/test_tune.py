@@ -135,8 +135,8 @@ def test_capacity_says_rate_and_servers(profile: str, capsys: pytest.CaptureFixt
         (("capacity", "--slo", "ttft<1s", "--arrivals", ARRIVALS, "--rate", "nan"), "rate must be"),
         (("capacity", "--slo", "ttft<1us", "--arrivals", ARRIVALS), "missed at any rate"),
         (
-            ("capacity", "--slo", "ttft<1s", "--arrivals", ARRIVALS, "--watermark", "-1"),
-            "watermark",
+            ("capacity", "--slo", "ttft<1s", "--arrivals", ARRIVALS, "--headroom", "-1"),
+            "headroom",
         ),
     ],
 )

@@ -25,6 +25,7 @@ from layby.engine.journal import CallRecord, CallStatus, Journal, RequestRecord
 from layby.engine.toy import ByteTokenizer
 from layby.execution.executor import StepResult
 from layby.execution.faults import Faults
+from layby.execution.kv_file import KVFile
 from layby.execution.torch_executor import TorchExecutor
 from layby.models.network import Network
 from layby.sampling_params import SamplingParams
@@ -81,6 +82,7 @@ class Case:
         restart_step: The process ends before this step, if work is left.
         awaits_disk: Every step waits a moment for the disk, so that transfers are over in time.
         is_killed: It does so without saving anything more.
+        keeps_kv: If not, it saves KV as well as tokens.
         faults: As in ``LAYBY_FAULTS``.
     """
 
@@ -91,6 +93,7 @@ class Case:
     events: dict[int, list[str]]
     restart_step: int | None
     is_killed: bool
+    keeps_kv: bool
     faults: str
     awaits_disk: bool
     rng: random.Random = field(repr=False)
@@ -164,12 +167,12 @@ def draw_case(seed: int) -> Case:
         preemption_mode=rng.choice(["auto", "auto", "swap", "recompute"]),
         policy=rng.choice(["swapped-first"] * 8 + ["running-first", "recompute-only", "reserve"]),
         enable_prefix_caching=rng.random() < 0.6,
-        watermark=rng.choice([0, 0, 1]),
+        headroom=rng.choice([0, 0, 1]),
         priority_aging=rng.choice([None, None, 10.0]),
         demote_after_tokens=rng.choice([None, None, 6]),
     )
     if is_crowd:
-        config = replace(config, preemption_mode="swap", policy="swapped-first", watermark=0)
+        config = replace(config, preemption_mode="swap", policy="swapped-first", headroom=0)
     faults = ""
     if num_disk_blocks and rng.random() < 0.5:
         faults = rng.choice(
@@ -181,10 +184,14 @@ def draw_case(seed: int) -> Case:
             ]
         )
         faults += f",seed={seed}"
-    restart_step = rng.randint(1, 30) if rng.random() < 0.3 else None
-    is_killed = rng.random() < 0.5
+    restart_step = rng.randint(1, 30) if rng.random() < 0.5 else None
+    is_killed = rng.random() < 0.3
+    keeps_kv = rng.random() < 0.85
+    if keeps_kv and rng.random() < 0.4:
+        faults = faults or f"seed={seed}"
+        faults += ",state.read=eio:0.1,state.read=corrupt:0.2,state.write=enospc:0.25"
     return Case(
-        seed, kind, config, asks, events, restart_step, is_killed, faults,
+        seed, kind, config, asks, events, restart_step, is_killed, keeps_kv, faults,
         awaits_disk=rng.random() < 0.7, rng=rng,
     )  # fmt: skip
 
@@ -244,17 +251,19 @@ class Life:
         self.records[name] = record
         return record
 
-    def go_on(self, name: str, record: RequestRecord, priority: int) -> None:
-        """Take up what an earlier process began."""
+    def go_on(self, name: str, record: RequestRecord, priority: int, kept: KVFile | None) -> bool:
+        """Take up what an earlier process began; whether it is parked, with its KV."""
         if not record.has_started:
             record = RequestRecord.new(record.prompt, record.params)
         prepared = self.engine.prepare_again(
             record.prompt, record.params, priority=priority, cache_salt="", age_s=self.now,
             outputs=[(list(s.token_ids), s.finish_reason) for s in record.samples]
-            if record.has_started else (),
+            if record.has_started else (), kept=kept,
         )  # fmt: skip
         self.names[self.engine.submit(prepared)] = name
         self.records[name] = record
+        self.scheduler.check_integrity()
+        return prepared.request in self.scheduler.swapped
 
     def step(self) -> None:
         self.now += 1.0
@@ -391,12 +400,18 @@ class Disturbed:
         if not self.case.is_killed:
             for call in self._calls.values():
                 self._journal.save(call)
+            if self.case.keeps_kv:
+                unfinished_kv = self.life.engine.unfinished_kv()
+                saved = unfinished_kv.save(self._journal.kv_path, Faults.parse(self.case.faults))
+                self.reached["KV saved"] += saved
+                self.reached["KV not saved"] += len(unfinished_kv.places) - saved
         self._count()
         self.life.engine.close()
         self._journal.close()
         journal = self._journal = Journal(self.directory / "state")
         journal.claim({"model": "tiny"})
         life = self.life = self._new_life()
+        kept = life.engine.open_kept(journal.kv_path, Faults.parse(self.case.faults))
         unfinished = journal.unfinished()
         assert {call.call_id for call in unfinished} == set(self._calls)
         for name in self.answers.keys() - self._calls.keys() - self.aborted:
@@ -404,12 +419,19 @@ class Disturbed:
             assert found is not None
             [self.answers[name]] = found.requests
         for call in unfinished:
-            life.go_on(call.call_id, call.requests[0], call.priority)
+            parked = life.go_on(call.call_id, call.requests[0], call.priority, kept)
+            self.reached["KV brought back"] += parked
+            self.reached["KV of a prompt brought back"] += (
+                parked and not call.requests[0].has_started
+            )
             call.requests = [life.records[call.call_id]]
             self.answers[call.call_id] = call.requests[0]
             self._calls[call.call_id] = call
             begun = bool(call.requests[0].samples[0].token_ids)
             self.reached["continued" if begun else "begun anew"] += 1
+        if kept is not None:
+            self.reached["KV left"] += kept.num_requests
+            kept.close()
 
     def _count(self) -> None:
         stats = self.life.engine.stats()
@@ -456,6 +478,7 @@ MUST_REACH = (
     "preemptions_swap", "preemptions_recompute", "recomputed_tokens", "swapped_in_blocks",
     "demoted_blocks", "promoted_blocks", "swap_faults", "kv_losses", "promotions", "demotions",
     "resize", "priority", "abort", "continued", "begun anew", "prefix_cache_hit_tokens",
+    "KV saved", "KV not saved", "KV brought back", "KV of a prompt brought back",
 )  # fmt: skip
 
 

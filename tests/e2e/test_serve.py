@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-import signal
-import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,43 +14,20 @@ import openai
 import pytest
 
 from layby.models import LoadedModel
+from tests.e2e.serving import LAYBY, serving
 
 pytestmark = pytest.mark.slow
 
-LAYBY = Path(sys.executable).with_name("layby")
 CAPITAL = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @pytest.fixture(scope="module")
 def server(smollm2: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """``layby serve`` as a process of its own, with a pool so small that parking happens."""
-    port = free_port()
+    """A pool so small that parking happens."""
     log = tmp_path_factory.mktemp("serve") / "log"
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [LAYBY, "serve", "--port", str(port), "--num-blocks", "40", "--swap-gib", "0.2"],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-    url = f"http://127.0.0.1:{port}"
-    for _ in range(600):
-        assert process.poll() is None, log.read_text()
-        try:
-            if httpx.get(f"{url}/health").status_code == 200:
-                break
-        except httpx.TransportError:
-            time.sleep(0.1)
-    yield url
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 0, log.read_text()
-    assert re.search(rf"curl .*{port}/v1/chat/completions", log.read_text())
+    with serving(log, "--num-blocks", "40", "--swap-gib", "0.2") as url:
+        yield url
+    assert re.search(rf"curl .*{url}/v1/chat/completions", log.read_text())
     assert f"{url}/docs" in log.read_text()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from layby.engine import Engine, RequestDelta, RequestOutput
+from layby.engine.elastic import ElasticPool
 from layby.engine.outputs import CompletionOutput
 from layby.engine.toy import ByteTokenizer, ToyChatTemplate
 from layby.execution import FakeExecutor, StepResult
@@ -87,6 +88,7 @@ class Harness:
         max_model_len: int = 256,
         seed: int | None = None,
         shed_load: bool = False,
+        elastic: ElasticPool | None = None,
         **scheduler: Any,
     ) -> None:
         self.clock = Clock()
@@ -108,6 +110,7 @@ class Harness:
             max_model_len=max_model_len,
             seed=seed,
             shed_load=shed_load,
+            elastic=elastic,
             clock=self.clock,
         )
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from layby.engine import Engine
-from layby.engine.recorder import RecordedScheduler, Recorder, RecordingFile
+from layby.engine.recorder import RecordedScheduler, Recorder
+from layby.engine.recording import RecordingFile
 from layby.engine.toy import ByteTokenizer, ToyChatTemplate
 from layby.errors import QueueFullError, RequestTooLargeError
 from layby.sampling_params import SamplingParams

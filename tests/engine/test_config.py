@@ -86,6 +86,19 @@ def test_no_swap_pool_is_made_for_a_policy_that_never_parks(policy: str) -> None
     assert resolve(EngineConfig(preemption_mode="recompute")).num_swap_blocks == 0
 
 
+@pytest.mark.parametrize("nothing", [{"swap_gib": 0.0}, {"swap_gib": 1e-9}, {"num_swap_blocks": 0}])
+def test_swapping_without_a_swap_pool_is_warned_of(
+    nothing: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was silent, and everybody recomputed."""
+    assert resolve(EngineConfig(preemption_mode="swap", **nothing)).num_swap_blocks == 0
+    assert "preemption_mode is swap, but the swap pool has no block" in caplog.text
+    caplog.clear()
+    resolve(EngineConfig(preemption_mode="auto", **nothing))
+    resolve(EngineConfig(preemption_mode="swap"))
+    assert not caplog.text
+
+
 def test_on_a_gpu_the_pool_comes_out_of_its_memory_and_swap_out_of_ram() -> None:
     resolved = resolve(EngineConfig(max_num_seqs=512), cuda_bytes=2 * GIB)
     assert resolved.num_blocks == int(2 * GIB * 0.8) // MIB
@@ -195,9 +208,9 @@ def test_available_memory_of_a_system_that_says_nothing_is_still_a_number(tmp_pa
         ("swap_gib", float("nan")),
         ("swap_gib", float("inf")),
         ("swap_gib", True),
-        ("watermark", float("nan")),
-        ("watermark", float("-inf")),
-        ("watermark", None),
+        ("headroom", float("nan")),
+        ("headroom", float("-inf")),
+        ("headroom", None),
         ("num_blocks", 2.5),
         ("max_num_seqs", "3"),
         ("block_size", True),

@@ -16,7 +16,7 @@ def crowded() -> Harness:
         num_blocks=16,
         num_swap_blocks=16,
         num_disk_blocks=100,
-        watermark=0,
+        headroom=0,
         enable_prefix_caching=False,
     )
     for number in range(10):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ from hypothesis import strategies as st
 from layby.engine.memory_signals import (
     AdviceSettings,
     MemorySource,
-    MemoryWatcher,
     PoolAdvice,
     PoolAdvisor,
     read_signals,
@@ -273,46 +270,3 @@ def test_marks_that_cannot_work_are_refused(settings: dict[str, Any], message: s
 def test_sizes_that_cannot_be_are_refused(least: int, most: int) -> None:
     with pytest.raises(ConfigError, match=rf"min_bytes \({least}\) .* max_bytes \({most}\)"):
         PoolAdvisor(min_bytes=least, max_bytes=most)
-
-
-# --- watching ---
-
-
-def test_a_watcher_passes_advice_on_and_survives_what_fails(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """The first reading fails, the first advice cannot be followed; the next ones are."""
-    readings = iter([OSError("no such file")])
-    pool, followed = [400 * MIB], threading.Event()
-
-    def read() -> list[MemorySource]:
-        for error in readings:
-            raise error
-        return [MemorySource("box", 1000 * MIB, 440 * MIB - pool[0])]
-
-    def follow(advice: PoolAdvice) -> None:
-        if not caplog.text.count("busy"):
-            raise RuntimeError("busy")
-        pool[0] = advice.target_bytes
-        followed.set()
-
-    watcher = MemoryWatcher(
-        PoolAdvisor(min_bytes=MIB, max_bytes=500 * MIB),
-        lambda: pool[0],
-        follow,
-        interval_s=0.001,
-        read=read,
-    )
-    with caplog.at_level(logging.ERROR):
-        watcher.start()
-        watcher.start()  # does nothing
-        assert followed.wait(5.0)
-        watcher.stop()
-    assert pool == [340 * MIB]
-    assert "no such file" in caplog.text
-    assert not any(one.name == "layby-memory" for one in threading.enumerate())
-
-
-def test_a_watcher_that_was_never_started_can_be_stopped() -> None:
-    advisor = PoolAdvisor(min_bytes=1, max_bytes=2)
-    MemoryWatcher(advisor, lambda: 1, lambda advice: None).stop()

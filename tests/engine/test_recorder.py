@@ -17,13 +17,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layby.engine import EngineConfig
-from layby.engine import recorder as recording
+from layby.engine import EngineConfig, recorder
 from layby.engine.build import build_engine
-from layby.engine.recorder import (
+from layby.engine.recorder import Recorder
+from layby.engine.recording import (
     KEPT_FILES,
     Arrival,
-    Recorder,
     RecordingFile,
     Step,
     TimeCode,
@@ -32,6 +31,7 @@ from layby.engine.recorder import (
     parse_event,
     unpack_hashes,
 )
+from layby.engine.recording import file as recording_file
 from layby.errors import ConfigError
 from layby.sampling_params import SamplingParams
 from tests.engine.harness import Harness, spell
@@ -228,7 +228,7 @@ def test_a_step_without_a_decision_costs_two_numbers(tmp_path: Path) -> None:
 def test_what_happened_reaches_the_disk_while_the_engine_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recording, "FLUSH_S", 0.0)
+    monkeypatch.setattr(recorder, "FLUSH_S", 0.0)
     harness = RecordedHarness(tmp_path / "r")
     harness.engine.add_request("x", SamplingParams(max_tokens=50))
     for _ in range(5):
@@ -283,7 +283,7 @@ def test_a_file_gives_way_when_the_engine_is_idle(tmp_path: Path) -> None:
 def test_a_file_of_an_engine_that_is_never_idle_gives_way_at_twice_the_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recording, "FLUSH_S", 0.0)
+    monkeypatch.setattr(recorder, "FLUSH_S", 0.0)
     harness = RecordedHarness(tmp_path / "r", max_bytes=4000, num_blocks=200, block_size=4)
     for number in range(40):
         harness.engine.add_request(f"{number}", SamplingParams(max_tokens=20))
@@ -295,6 +295,38 @@ def test_a_file_of_an_engine_that_is_never_idle_gives_way_at_twice_the_size(
     harness.run()  # idle at last
     wait_for(lambda: of_kind(tmp_path / "r", "state"))
     harness.close()
+
+
+def test_two_engines_never_record_to_one_file(tmp_path: Path) -> None:
+    """Each would have moved the other's file away, and told half of what happened."""
+    path = tmp_path / "r"
+    harness = RecordedHarness(path, max_bytes=2000)
+    message = f"cannot record to {path}: another engine is recording to it"
+    for number in range(20):  # also after the file has given way to others
+        with pytest.raises(ConfigError, match=message):
+            RecordingFile(path)
+        with pytest.raises(ConfigError, match=message):
+            check_recordable(path)
+        harness.engine.add_request(f"{number}" * 40, SamplingParams(max_tokens=5))
+        harness.run()
+    assert harness.recorder.part > 1
+    harness.close()
+    assert harness.recorder.error is None
+    check_recordable(path)
+    RecordingFile(path).close()
+
+
+def test_a_recording_that_is_broken_off_holds_everything_up_to_then(tmp_path: Path) -> None:
+    """From another thread, in the middle of the work; and nothing comes after it."""
+    harness = RecordedHarness(tmp_path / "r")
+    harness.engine.add_request("x", SamplingParams(max_tokens=50))
+    for _ in range(5):
+        harness.engine.step()
+    breaking = threading.Thread(target=lambda: harness.recorder.break_off(5.0))
+    breaking.start()
+    breaking.join()
+    assert of_kind(tmp_path / "r", "run")[-1]["k"] + 4 >= 5
+    assert "close" not in {line["e"] for line in lines(tmp_path / "r")}
 
 
 # --- serving never notices ---
@@ -330,7 +362,7 @@ def answers(harness: Harness) -> list[str]:
 def test_a_full_disk_ends_the_recording_with_a_line_in_the_log_and_serving_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recording, "FLUSH_S", 0.0)
+    monkeypatch.setattr(recorder, "FLUSH_S", 0.0)
 
     def open_file(path: Path) -> Any:
         return FullDisk(path.open("wb"), room=1000)
@@ -359,8 +391,8 @@ def test_a_disk_that_does_not_keep_up_ends_the_recording(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine neither waits for it nor fills the memory."""
-    monkeypatch.setattr(recording, "MOST_UNWRITTEN_BYTES", 2000)
-    monkeypatch.setattr(recording, "FLUSH_S", 0.0)
+    monkeypatch.setattr(recording_file, "MOST_UNWRITTEN_BYTES", 2000)
+    monkeypatch.setattr(recorder, "FLUSH_S", 0.0)
     released = threading.Event()
 
     class Stalled(FullDisk):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import threading
 
 import pytest
 
@@ -146,25 +144,6 @@ def test_the_async_engine_answers_with_what_was_reached() -> None:
             await until(lambda: engine.kv_pool_size().num_blocks == 5)
             with pytest.raises(InvalidRequestError):
                 await engine.resize_kv_pool(0)
-
-    run(test())
-
-
-def test_a_watcher_in_another_thread_need_not_wait(caplog: pytest.LogCaptureFixture) -> None:
-    async def test() -> None:
-        harness = Harness()
-        async with started(harness) as engine:
-            thread = threading.Thread(target=engine.wish_kv_pool, args=(9,))
-            thread.start()
-            await until(lambda: engine.kv_pool_size().num_blocks == 9)
-            thread.join()
-            with caplog.at_level(logging.WARNING, "layby.engine"):
-                engine.wish_kv_pool(-1)
-                await until(lambda: "cannot be resized to -1" in caplog.text)
-            assert engine.is_healthy
-        caplog.clear()
-        engine.wish_kv_pool(5)
-        assert "the engine does not run" in caplog.text
 
     run(test())
 

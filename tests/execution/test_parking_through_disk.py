@@ -41,7 +41,7 @@ def run(
         num_swap_blocks=num_swap_blocks,
         num_disk_blocks=num_disk_blocks,
         block_size=4,
-        watermark=0,
+        headroom=0,
     )
     executor = TorchExecutor(
         model,

@@ -131,6 +131,50 @@ def test_whole_pages_go_and_nothing_before_them() -> None:
     memory.give_back(4 * mmap.PAGESIZE)
 
 
+@pytest.mark.skipif(available_host_bytes() < GIB, reason="touches 256 MiB of RAM")
+def test_free_swap_blocks_give_their_memory_back_and_others_keep_their_bytes() -> None:
+    """Blocks of 160 KiB and a half page: their ends lie in the middle of pages."""
+    kv_format = KVFormat((160 * 256 + 512,), torch.float32)
+    cache = KVCache(kv_format, num_blocks=1, num_swap_blocks=1600, device=CPU)
+    before = resident_bytes()
+    cache.swap_pool.fill_(1.0)
+    full = resident_bytes()
+    assert full - before > 0.99 * 1600 * cache.block_bytes
+    kept = {0, 7, 8, 900, 1598}
+    cache.give_back_parked([block for block in range(1600) if block not in kept])
+    assert full - resident_bytes() > 0.95 * 1600 * cache.block_bytes
+    assert all(cache.swap_pool[block].eq(1.0).all() for block in kept)
+    cache.give_back_parked([])
+
+
+def test_a_pool_that_is_copied_keeps_what_stays_and_its_memory_where_a_copy_has_no_room(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What a GPU does, with tensors in RAM: a smaller copy that has no room ends nothing."""
+    cache = make_cache(10)
+    cache._host = None
+    cache.pool = torch.arange(160.0).view(10, 16)
+    assert (cache.most_blocks(64 * 12), cache.most_blocks(0)) == (12, 10)
+    wanted, new_empty = cache.pool.clone(), torch.Tensor.new_empty
+    cache.resize(6)
+    assert torch.equal(cache.pool, wanted[:6])
+    cache.resize(12)
+    assert torch.equal(cache.pool[:6], wanted[:6])
+
+    def full(*args: object, **options: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", full)
+    cache.resize(4)
+    assert "no room to copy 4 blocks" in caplog.text
+    assert torch.equal(cache.pool, wanted[:4])
+    with pytest.raises(torch.OutOfMemoryError):
+        cache.resize(5)
+    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
+    cache.resize(5)
+    assert torch.equal(cache.pool[:4], wanted[:4])
+
+
 # --- executors ---
 
 

@@ -109,7 +109,7 @@ class TestCase04SwapFull:
         assert harness.scheduler.metrics.preemptions > 0
 
     def test_a_swap_pool_of_exactly_the_victims_size_is_used(self) -> None:
-        harness = Harness(num_blocks=6, num_swap_blocks=3, watermark=0)
+        harness = Harness(num_blocks=6, num_swap_blocks=3, headroom=0)
         for _ in range(2):
             harness.add(p=40, o=40)
         while not harness.scheduler.swapped:
@@ -178,7 +178,7 @@ class TestCase08VictimAlreadyPlanned:
     """The victim had been planned in the same step, and the engine died on its own check."""
 
     def test_the_victims_place_block_and_budget_are_undone(self) -> None:
-        harness = Harness(num_blocks=7, num_swap_blocks=10, max_num_seqs=4, watermark=0)
+        harness = Harness(num_blocks=7, num_swap_blocks=10, max_num_seqs=4, headroom=0)
         low = harness.add(p=31, o=50, priority=1, name="L")
         high = harness.add(p=63, o=50, priority=0, name="H")
         harness.run()
@@ -189,7 +189,7 @@ class TestCase08VictimAlreadyPlanned:
 
     def test_an_urgent_arrival_undoes_what_the_step_had_planned(self) -> None:
         """The forked samples of a group are about to make private copies when it must go."""
-        harness = Harness(num_blocks=12, num_swap_blocks=20, watermark=0)
+        harness = Harness(num_blocks=12, num_swap_blocks=20, headroom=0)
         group = harness.add(p=20, o=12, n=4, priority=5)
         harness.step()
         urgent = harness.add(p=160, o=4, priority=0)
@@ -202,7 +202,7 @@ class TestCase08VictimAlreadyPlanned:
         assert_undisturbed(urgent)
 
     def test_a_prompt_that_would_have_ended_in_this_step_is_undone_too(self) -> None:
-        harness = Harness(num_blocks=10, max_num_batched_tokens=100, max_num_seqs=8, watermark=0)
+        harness = Harness(num_blocks=10, max_num_batched_tokens=100, max_num_seqs=8, headroom=0)
         group = harness.add(p=120, o=2, n=3, priority=5)
         harness.step()
         urgent = harness.add(p=80, o=2, priority=0)
@@ -243,7 +243,7 @@ class TestCase11AbortOfAGroup:
 
     @pytest.mark.parametrize("state", ["waiting", "running", "swapped"])
     def test_nothing_of_it_is_left_in_whichever_queue_it_was(self, state: str) -> None:
-        harness = Harness(num_blocks=12, num_swap_blocks=40, watermark=0)
+        harness = Harness(num_blocks=12, num_swap_blocks=40, headroom=0)
         scheduler = harness.scheduler
         keeper = harness.add(p=100, o=60)
         group = harness.add(p=20, o=40, n=2)
@@ -320,7 +320,7 @@ class TestCase17UnboundedQueue:
         assert self._offer(harness.scheduler, 50, n=2) == 3
 
     def test_a_preempted_request_is_never_refused_and_takes_no_place_in_the_queue(self) -> None:
-        harness = Harness(num_blocks=8, max_num_seqs=4, max_queue=0, watermark=0)
+        harness = Harness(num_blocks=8, max_num_seqs=4, max_queue=0, headroom=0)
         for _ in range(2):
             harness.add(p=40, o=60)
         while not harness.scheduler.waiting.head or not harness.scheduler.running:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from layby.errors import ConfigError, InvalidRequestError
@@ -11,7 +13,7 @@ from tests.scheduling.harness import Harness, expected_tokens
 
 def tiny(**config: object) -> Harness:
     """Blocks of four tokens, no headroom; a step takes a second."""
-    defaults = {"num_blocks": 40, "block_size": 4, "watermark": 0, "num_swap_blocks": 40}
+    defaults = {"num_blocks": 40, "block_size": 4, "headroom": 0, "num_swap_blocks": 40}
     return Harness(**{**defaults, **config})
 
 
@@ -218,7 +220,7 @@ class TestAging:
         for number in range(10, 50):
             harness.scheduler.abort(str(number))
         harness.run()
-        assert not harness.scheduler._classes.may_rise
+        assert harness.scheduler._classes.next_rise == math.inf
 
 
 class TestLongRuns:
@@ -293,17 +295,24 @@ class TestLongRuns:
         assert scheduler.quiet_steps() == 5
 
 
-def test_time_that_matters_is_never_skipped() -> None:
-    """How long a step takes is not the scheduler's to know."""
+def test_quiet_steps_end_when_somebody_rises() -> None:
     harness = tiny(max_num_seqs=1, priority_aging=100)
     harness.add(p=4, o=30)
     waiting = harness.add(p=4, o=3)
+    scheduler = harness.scheduler
     for _ in range(4):
         harness.step()
-    assert harness.scheduler.quiet_steps() == 0
-    harness.scheduler.abort(waiting.request_id)
+    assert waiting.arrival_time is not None
+    assert scheduler.quiet_steps() > 0
+    assert scheduler.quiet_until() == waiting.arrival_time + 100
+    harness.now = waiting.arrival_time + 100
+    assert scheduler.quiet_steps() == 0
     harness.step()
-    assert harness.scheduler.quiet_steps() > 0
+    assert waiting.rank == -1
+    assert scheduler.quiet_until() == waiting.arrival_time + 200
+    scheduler.abort(waiting.request_id)
+    harness.step()
+    assert scheduler.quiet_until() == math.inf
 
 
 @pytest.mark.parametrize(
@@ -331,7 +340,7 @@ class Flood:
 
     def __init__(self, *, backlog: int, p: int, o: int, **config: object) -> None:
         self.now = 0.0
-        fields: dict[str, object] = {"num_blocks": 1000, "block_size": 4, "watermark": 0, **config}
+        fields: dict[str, object] = {"num_blocks": 1000, "block_size": 4, "headroom": 0, **config}
         self.config = SchedulerConfig(**fields)  # type: ignore[arg-type]
         self.scheduler = Scheduler(self.config, clock=lambda: self.now)
         self.backlog, self.p, self.o = backlog, p, o
@@ -455,3 +464,121 @@ class TestBoundedWait:
         assert long.is_finished
         assert long.claim == 200 // 30
         assert flood.worst_wait_s <= long.claim * aging_s + rounds * self.TOKENS
+
+
+class TestAParkedOneOfABetterClaim:
+    """It may park less urgent work to come back, as one that waits may to come in."""
+
+    def parked(self, **config: object) -> tuple[Harness, Request, Request]:
+        """One that runs, and one of the same class that was parked; there is room for one."""
+        harness = tiny(**{"num_blocks": 8, **config})
+        runs, parked = harness.add(p=11, o=20, priority=5), harness.add(p=11, o=20, priority=5)
+        until(harness, parked, RequestStatus.SWAPPED)
+        return harness, runs, parked
+
+    def test_it_takes_the_place_of_one_that_runs(self) -> None:
+        harness, runs, parked = self.parked()
+        assert not harness.step().resumed
+        harness.scheduler.set_priority(parked.request_id, 4)
+        plan = harness.step()
+        assert plan.resumed == [parked]
+        assert [victim for victim, _ in plan.preempted] == [runs]
+        assert harness.run() == [parked, runs]
+
+    def test_the_same_if_the_one_that_runs_sinks(self) -> None:
+        harness, runs, parked = self.parked()
+        harness.scheduler.set_priority(runs.request_id, 6)
+        assert harness.step().resumed == [parked]
+        assert harness.run() == [parked, runs]
+
+    def test_it_takes_a_seat_where_blocks_are_no_matter(self) -> None:
+        harness = tiny(max_num_seqs=2)
+        first, second = harness.add(p=4, o=30, priority=5), harness.add(p=4, o=30, priority=5)
+        harness.step()
+        harness.add(p=4, o=30)
+        until(harness, second, RequestStatus.SWAPPED)
+        harness.scheduler.set_priority(second.request_id, 3)
+        plan = harness.step()
+        assert (plan.resumed, [r for r, _ in plan.preempted]) == ([second], [first])
+        harness.run()
+
+    def test_nobody_leaves_for_an_equal_however_long_that_one_was_parked(self) -> None:
+        harness, runs, parked = self.parked(priority_aging=1.0)
+        while not runs.is_finished:
+            plan = harness.step()
+            assert not plan.preempted
+        assert parked.rank < 0
+        harness.run()
+
+    def test_nobody_leaves_in_vain(self) -> None:
+        """What the less urgent one holds is not enough; another equal holds the rest."""
+        harness = tiny(num_blocks=14)
+        equal = harness.add(p=15, o=30, priority=3)
+        parked = harness.add(p=15, o=30, priority=3)
+        until(harness, parked, RequestStatus.SWAPPED)
+        small = harness.add(p=4, o=20, priority=2)
+        harness.step()
+        harness.scheduler.set_priority(small.request_id, 9)
+        for _ in range(5):
+            assert not harness.step().preempted
+        assert small.status is equal.status is RequestStatus.RUNNING
+        harness.run()
+
+    def test_with_a_full_swap_pool_its_victim_is_recomputed(self) -> None:
+        """As the victim of one that waits: nobody is kept waiting for lack of swap space."""
+        harness, runs, parked = self.parked(num_swap_blocks=4)
+        harness.scheduler.set_priority(parked.request_id, 0)
+        plan = harness.step()
+        assert plan.resumed == [parked]
+        assert [(victim, mode.value) for victim, mode in plan.preempted] == [(runs, "recompute")]
+        assert harness.run() == [parked, runs]
+        for request in (parked, runs):
+            tokens = request.sequences[0].tokens
+            assert tokens[11:] == expected_tokens(tokens[:11], 0, 20)
+
+    def test_its_own_place_in_ram_is_not_given_to_its_victim(self) -> None:
+        """It lies on disk as well, so RAM could be had: then it could not come back at once."""
+        harness, runs, parked = self.parked(num_swap_blocks=5, num_disk_blocks=20)
+        harness.step()
+        harness.step()
+        assert parked.sequences[0].disk_table
+        harness.scheduler.set_priority(parked.request_id, 0)
+        plan = harness.step()
+        assert plan.resumed == [parked]
+        assert [(victim, mode.value) for victim, mode in plan.preempted] == [(runs, "recompute")]
+        harness.run()
+
+    def test_while_it_is_on_disk_nobody_leaves_for_it(self) -> None:
+        harness, runs, parked = self.parked(num_swap_blocks=6, num_disk_blocks=20)
+        harness.step()
+        urgent = harness.add(p=16, o=16)  # its victim takes the RAM
+        until(harness, runs, RequestStatus.SWAPPED)
+        harness.ends_transfers = False
+        harness.scheduler.set_priority(parked.request_id, -1)
+        for _ in range(3):
+            assert not harness.step().preempted
+            assert not parked.sequences[0].swap_table
+        harness.ends_transfers = True
+        until(harness, parked, RequestStatus.RUNNING)
+        assert urgent.status is not RequestStatus.RUNNING
+        harness.run()
+
+    def test_those_who_have_just_left_do_not_come_back_in_its_shadow(self) -> None:
+        """It needs less than its victim leaves; the victim's equal fits, and must wait."""
+        harness = tiny(num_blocks=16)
+        small = harness.add(p=3, o=30, priority=5)
+        harness.step()
+        requests = [harness.add(p=15, o=28, priority=5) for _ in range(3)]
+        until(harness, requests[2], RequestStatus.SWAPPED)
+        harness.scheduler.set_priority(requests[2].request_id, 1)
+        harness.step()  # the harness asserts that nobody goes round
+        assert requests[2].status is RequestStatus.RUNNING
+        assert len(harness.run()) == 4
+        assert small.is_finished
+
+    def test_long_answers_take_turns_as_they_sink_and_no_more(self) -> None:
+        """One leaves at most once for each class that it sinks; and the latest for lack of room."""
+        harness = tiny(num_blocks=14, demote_after_tokens=8)
+        requests = [harness.add(p=15, o=33) for _ in range(8)]
+        harness.run()
+        assert max(request.num_preemptions for request in requests) <= 33 // 8 + 2

@@ -33,7 +33,7 @@ class Bench:
             "num_swap_blocks": 400,
             "block_size": BLOCK,
             "enable_prefix_caching": False,
-            "watermark": 0.0,
+            "headroom": 0.0,
         }
         self.scheduler = Scheduler(
             SchedulerConfig(**(defaults | config)),  # type: ignore[arg-type]
@@ -224,6 +224,22 @@ def test_moves_stay_bounded_under_steady_overload() -> None:
     assert max(moves) <= 4
 
 
+def test_an_overload_that_lasts_longer_takes_no_more_moves_per_request() -> None:
+    """Twice what can be served keeps coming; whoever ends early or late was parked as often."""
+    bench = Bench(num_blocks=60, max_num_seqs=16)
+    requests: list[Request] = []
+    for number in range(800):
+        requests.append(bench.add(str(number), 3 * BLOCK, 4 * BLOCK + number % 13))
+        bench.step(1.0)
+    ended = [request.num_preemptions for request in requests if request.is_finished]
+    assert len(ended) < 0.6 * len(requests)
+    parts = [ended[len(ended) * part // 3 : len(ended) * (part + 1) // 3] for part in range(3)]
+    moves = [sum(part) / len(part) for part in parts]
+    assert 0.2 < moves[0] <= 2
+    assert max(moves) <= 1.25 * min(moves)
+    assert max(ended) <= 4
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -238,3 +254,80 @@ def test_settings_that_cannot_be_are_refused(wrong: dict[str, float]) -> None:
     [name] = wrong
     with pytest.raises(ConfigError, match=name):
         SchedulerConfig(num_blocks=4, **wrong)  # type: ignore[arg-type]
+
+
+class TestWatermark:
+    """A share of the pool stays free when somebody comes in beside others of his class."""
+
+    def test_it_stays_free_for_those_who_run_to_grow_into(self) -> None:
+        bench = Bench(watermark=0.3)  # 12 of 40 blocks
+        for number in range(3):
+            bench.add(str(number), 10 * BLOCK, 6 * BLOCK)
+        bench.step()
+        assert bench.running() == ["0", "1"]
+        assert bench.scheduler.device_pool.num_free == 20
+        while bench.scheduler.has_unfinished:
+            plan = bench.step()
+            assert not plan.preempted
+            assert not plan.admitted or bench.scheduler.device_pool.num_free >= 12
+        assert bench.scheduler.metrics.kv_usage_max > 0.7  # they did grow into it
+
+    @pytest.mark.parametrize(("headroom", "left"), [(0.0, 8), (3.0, 8), (5.0, 10)])
+    def test_the_larger_of_headroom_and_watermark_is_kept(self, headroom: float, left: int) -> None:
+        """Two run, so the headroom is two times as many blocks; the newcomer takes all the rest."""
+        for fits in (True, False):
+            bench = Bench(watermark=0.2, headroom=headroom)
+            bench.add("a", 4, 50)
+            bench.add("b", 4, 50)
+            bench.step()
+            room = bench.scheduler.device_pool.num_free - 2 - left  # both are about to grow
+            bench.add("new", room * BLOCK if fits else room * BLOCK + 1, 2)
+            assert bool(bench.step().admitted) == fits
+
+    @pytest.mark.parametrize("watermark", [0.5, 0.9, 0.999])
+    def test_a_request_larger_than_what_it_leaves_has_its_turn(self, watermark: float) -> None:
+        """Before those who came later, though they would fit beside whoever runs."""
+        bench = Bench(watermark=watermark)
+        bench.add("first", 4, 10)
+        bench.step()
+        bench.add("large", 36 * BLOCK, 4 * BLOCK)
+        for number in range(5):
+            bench.add(str(number), 4, 4)
+        entered = []
+        while bench.scheduler.has_unfinished:
+            entered += [request.request_id for request in bench.step().admitted]
+        assert entered == ["large", "0", "1", "2", "3", "4"]
+
+    def test_beside_a_more_urgent_class_that_never_pauses_the_first_of_a_class_has_its_turn(
+        self,
+    ) -> None:
+        bench = Bench(watermark=0.9, max_num_batched_tokens=1024)
+        job = bench.add("job", 8 * BLOCK, 10, priority=5)
+        for number in range(20):
+            bench.add(f"u{number}", 4, 8)
+            for _ in range(4):
+                bench.step()
+        assert job.is_finished
+
+    def test_nobody_is_parked_for_it(self) -> None:
+        """Less urgent work gives way when blocks run out, and not before."""
+        bench = Bench(watermark=0.5)
+        bench.add("batch", 24 * BLOCK, 40, priority=5)
+        bench.step()
+        bench.add("urgent", 10 * BLOCK, 4)
+        plan = bench.step()
+        assert [request.request_id for request in plan.admitted] == ["urgent"]
+        assert not plan.preempted
+
+    def test_parked_work_comes_back_above_it(self) -> None:
+        """Once the short one has ended, there is room for the third, but not for two to grow."""
+        moves = {}
+        for watermark in (0.0, 0.5):
+            bench = Bench(num_blocks=20, watermark=watermark)
+            bench.add("short", 2 * BLOCK, 5 * BLOCK)
+            bench.add("long", 3 * BLOCK, 12 * BLOCK)
+            third = bench.add("third", 3 * BLOCK, 12 * BLOCK)
+            while bench.scheduler.has_unfinished:
+                bench.step()
+            moves[watermark] = third.num_preemptions
+        assert moves == {0.0: 2, 0.5: 1}

@@ -77,6 +77,32 @@ def test_cached_blocks_beyond_the_end_are_forgotten() -> None:
     pool.check_integrity()
 
 
+def test_only_blocks_that_were_handed_out_take_memory_and_only_unreadable_ones_give_it_back() -> (
+    None
+):
+    """Held and cached blocks keep theirs; what a smaller pool gives up is gone with its blocks."""
+    pool = BlockPool(8)
+    blocks = pool.allocate(6)
+    pool.publish(blocks[:1], ["a"])
+    pool.release([*blocks[:1], *blocks[2:4]])
+    assert pool.num_touched == 6
+    assert pool.reclaim() == sorted(blocks[2:4])
+    assert pool.num_touched == 4
+    assert pool.reclaim() == []
+    again = pool.allocate(1)
+    assert pool.num_touched == 5
+    pool.check_integrity()
+    pool.release([blocks[1], *blocks[4:], *again])
+    pool.resize(1)
+    pool.trim()
+    pool.resize(8)
+    assert pool.num_touched == 1
+    restored = BlockPool(8)
+    restored.restore(pool.idle_state())
+    restored.share([restored.find("a")])  # type: ignore[list-item]
+    restored.check_integrity()
+
+
 def test_a_pool_that_opens_again_before_it_was_emptied_keeps_what_is_held() -> None:
     pool = BlockPool(6)
     held = pool.allocate(5)

@@ -20,7 +20,7 @@ from tests.scheduling.harness import Harness, expected_tokens
 
 def tiny(**config: object) -> Harness:
     """Blocks of four tokens, a handful of them, no headroom."""
-    return Harness(**{"block_size": 4, "watermark": 0, "num_swap_blocks": 20, **config})
+    return Harness(**{"block_size": 4, "headroom": 0, "num_swap_blocks": 20, **config})
 
 
 def park(harness: Harness, request: Request) -> None:
@@ -77,9 +77,9 @@ class TestSwappedFirst:
         harness.run()
         assert late in harness.finished
 
-    def test_the_watermark_asks_for_a_free_block_per_running_sequence(self) -> None:
-        def steps_until_resumed(watermark: float) -> int:
-            harness = tiny(num_blocks=8, watermark=watermark)
+    def test_the_headroom_asks_for_a_free_block_per_running_sequence(self) -> None:
+        def steps_until_resumed(headroom: float) -> int:
+            harness = tiny(num_blocks=8, headroom=headroom)
             harness.add(p=4, o=8)
             harness.add(p=4, o=24)
             parked = harness.add(p=4, o=20)
@@ -156,7 +156,7 @@ class TestPriorities:
 
     def test_nobody_is_parked_for_a_newcomer_that_reuses_the_victims_blocks(self) -> None:
         """They were counted twice, as free of charge and as freed; the newcomer stayed out."""
-        harness = Harness(num_blocks=18, num_swap_blocks=40, watermark=0, max_num_seqs=8)
+        harness = Harness(num_blocks=18, num_swap_blocks=40, headroom=0, max_num_seqs=8)
         harness.add(p=100, o=30, priority=0)
         shared = list(range(160))
         low = harness.add(p=160, o=30, priority=1, prompt=shared)
@@ -481,8 +481,11 @@ class TestRefusals:
         ("fields", "message"),
         [
             ({"num_blocks": 0}, "num_blocks must be an integer of at least 1, got 0"),
-            ({"num_blocks": 4, "watermark": -1.0}, "watermark must be a finite number"),
-            ({"num_blocks": 4, "watermark": float("nan")}, "watermark must be a finite number"),
+            ({"num_blocks": 4, "headroom": -1.0}, "headroom must be a finite number"),
+            ({"num_blocks": 4, "headroom": float("nan")}, "headroom must be a finite number"),
+            ({"num_blocks": 4, "watermark": 1.0}, r"watermark must be a share .* got 1\.0"),
+            ({"num_blocks": 4, "watermark": -0.1}, "watermark must be a share"),
+            ({"num_blocks": 4, "watermark": float("nan")}, "watermark must be a share"),
             ({"num_blocks": 2.5}, "num_blocks must be an integer of at least 1, got 2.5"),
             ({"num_blocks": 4, "max_num_seqs": True}, "max_num_seqs must be an integer"),
             ({"num_blocks": 4, "policy": "fifo"}, "policy must be one of swapped-first"),
@@ -558,7 +561,7 @@ def test_a_sample_that_ends_while_it_computes_the_common_prefix_hands_it_over() 
     """Diverged samples wait for one of them to compute their prompt again; a stop string may be
     found in just that one."""
     harness = Harness(
-        num_blocks=5, block_size=4, max_num_seqs=2, max_num_batched_tokens=4, watermark=0.0
+        num_blocks=5, block_size=4, max_num_seqs=2, max_num_batched_tokens=4, headroom=0.0
     )
     group = harness.add(13, 3, n=2, priority=1)
     while group.first_token_time is None:

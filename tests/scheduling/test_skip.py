@@ -28,12 +28,13 @@ def run(seed: int, *, skipping: bool, policy: str, mode: str, caching: bool) -> 
         policy=policy,
         preemption_mode=mode,
         enable_prefix_caching=caching,
-        watermark=rng.choice([0.0, 1.0]),
+        headroom=rng.choice([0.0, 1.0]),
         priority_aging=rng.choice([None, None, 5.0]),
         demote_after_tokens=rng.choice([None, 4, 11]),
         urgent_window=rng.choice([0.0, 9.0, 50.0]),
         background_tokens=rng.choice([0, 4]),
         preemption_threshold=rng.choice([1.0, 1.0, 0.6]),
+        watermark=rng.choice([0.0, 0.0, 0.3, 0.9]),
     )
     now = 0
     scheduler = Scheduler(config, clock=lambda: float(now))

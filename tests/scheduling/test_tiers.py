@@ -17,7 +17,7 @@ def tiny(**config: object) -> Harness:
             "num_blocks": 8,
             "num_swap_blocks": 8,
             "num_disk_blocks": 100,
-            "watermark": 0,
+            "headroom": 0,
             "enable_prefix_caching": False,
             **config,
         }

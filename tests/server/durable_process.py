@@ -1,6 +1,6 @@
 """A server process with a state directory, over the toy engine; started by the durability tests.
 
-``python -m tests.server.durable_process STATE_DIR DRAIN_S STEP_S MODEL [API_KEY …]``
+``python -m tests.server.durable_process STATE_DIR DRAIN_S STEP_S MODEL SWAP_BLOCKS [API_KEY …]``
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from tests.server.harness import AlphabetExecutor, make_engine
 def main() -> None:
     """Six places, memory for less than that: some are parked, some wait."""
     logging.basicConfig(level=logging.INFO)
-    state_dir, drain_s, step_s, model, *keys = sys.argv[1:]
+    state_dir, drain_s, step_s, model, num_swap_blocks, *keys = sys.argv[1:]
 
     def build() -> AsyncEngine:
         return make_engine(
             AlphabetExecutor(step_s=float(step_s)),
             num_blocks=24,
-            num_swap_blocks=12,
+            num_swap_blocks=int(num_swap_blocks),
             max_num_seqs=6,
             max_queue=100,
             identity={"model": model},

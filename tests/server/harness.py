@@ -9,12 +9,15 @@ import json
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import uvicorn
 
 from layby.engine import AsyncEngine, Engine
+from layby.engine.recorder import RecordedScheduler, Recorder
+from layby.engine.recording import RecordingFile
 from layby.engine.toy import ByteTokenizer, ToyChatTemplate
 from layby.execution import FakeExecutor, StepResult
 from layby.sampling_params import SamplingParams
@@ -22,6 +25,7 @@ from layby.scheduling import Scheduler, SchedulerConfig
 from layby.scheduling.plan import StepPlan
 from layby.scheduling.request import Sequence
 from layby.server import create_app
+from layby.server.wire import HttpProtocol
 
 MODEL = "toy"
 BLOCK_SIZE = 16
@@ -75,6 +79,7 @@ def make_engine(
     max_queue: int | None = None,
     max_model_len: int = 1024,
     tokenizer: ByteTokenizer | None = None,
+    record: Path | None = None,
     **engine_options: Any,
 ) -> AsyncEngine:
     """An engine over bytes; not started."""
@@ -87,14 +92,16 @@ def make_engine(
         max_model_len=max_model_len,
         max_queue=max_queue,
     )
+    recorder = record and Recorder(RecordingFile(record), model_name=MODEL, max_bytes=2**20)
     return AsyncEngine(
         Engine(
-            Scheduler(config),
+            RecordedScheduler(config, recorder) if recorder else Scheduler(config),
             executor or AlphabetExecutor(),
             tokenizer or ByteTokenizer(),
             ToyChatTemplate(),
             model_name=MODEL,
             max_model_len=max_model_len,
+            recorder=recorder,
             **engine_options,
         )
     )
@@ -115,6 +122,7 @@ def live_server(engine: AsyncEngine, **app_options: Any) -> Iterator[str]:
         create_app(engine, **app_options),
         host="127.0.0.1",
         port=0,
+        http=HttpProtocol,
         log_level="warning",
         lifespan="off",
         timeout_graceful_shutdown=2,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,6 +32,45 @@ def assert_healthy(client: httpx.Client) -> None:
     answer = client.post(COMPLETIONS, json={"prompt": "hi", "temperature": 0, "max_tokens": 3})
     assert answer.status_code == 200
     assert answer.json()["choices"][0]["text"] == "abc"
+
+
+def test_what_is_no_http_is_answered_in_the_shape_of_every_error(client: httpx.Client) -> None:
+    """It was plain text, which clients that read errors choke on."""
+    for nonsense in (
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"GET /health HTTP/9.9\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nno header\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: many\r\n\r\n",
+        b"GET http:// HTTP/1.1\r\nHost: a\r\n\r\n",
+    ):
+        with socket.create_connection((client.base_url.host, client.base_url.port or 80)) as raw:
+            raw.settimeout(10)
+            raw.sendall(nonsense)
+            answer = b"".join(iter(lambda: raw.recv(4096), b""))  # until it is closed
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n"), nonsense
+        assert b"content-type: application/json" in head
+        assert f"content-length: {len(body)}".encode() in head
+        error = json.loads(body)["error"]
+        assert error["type"] == "invalid_request_error"
+        assert "not valid HTTP" in error["message"]
+    assert_healthy(client)
+
+
+def test_nonsense_behind_a_call_ends_its_answer_and_is_not_told_in_the_middle_of_it(
+    client: httpx.Client,
+) -> None:
+    body = json.dumps({"prompt": "a", "max_tokens": 1000, "stream": True}).encode()
+    with socket.create_connection((client.base_url.host, client.base_url.port or 80)) as raw:
+        raw.settimeout(10)
+        head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+        raw.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        answer = raw.recv(4096)
+        raw.sendall(b"nonsense\r\n\r\n")
+        answer += b"".join(iter(lambda: raw.recv(4096), b""))
+    assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert answer.count(b"HTTP/1.1") == 1
+    assert_healthy(client)
 
 
 def error_of(answer: httpx.Response) -> dict[str, Any]:

@@ -239,13 +239,31 @@ def test_a_stream_joined_in_the_middle_goes_on_live(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("query", ["stream=maybe", "stream=true&starting_after=-1"])
-def test_a_query_that_makes_no_sense_is_refused(tmp_path: Path, query: str) -> None:
+@pytest.mark.parametrize(
+    ("query", "param", "says"),
+    [
+        ("stream=maybe", "stream", "stream must be true or false"),
+        ("stream=", "stream", "stream must be true or false"),
+        ("stream=true&starting_after=-1", "starting_after", "must be at least 0"),
+        ("stream=true&starting_after=1e3", "starting_after", "starting_after must be an integer"),
+        ("stream=true&starting_after=", "starting_after", "starting_after must be an integer"),
+        ("stream=true&starting_after=" + "9" * 5000, "starting_after", "must be a smaller integer"),
+        ("starting_after=3", "starting_after", "needs stream=true"),
+        ("stream=true&starting_afer=3", "starting_afer", "unrecognized parameter"),
+    ],
+)
+def test_a_query_that_makes_no_sense_is_refused(
+    tmp_path: Path, query: str, param: str, says: str
+) -> None:
+    """Whoever mistypes where to go on would read the answer twice."""
+
     async def run() -> None:
         async with durable(tmp_path) as (client, _):
             answer = await client.get(f"/v1/requests/mine?{query}")
             assert answer.status_code == 400
-            assert answer.json()["error"]["type"] == "invalid_request_error"
+            error = answer.json()["error"]
+            assert (error["type"], error["param"]) == ("invalid_request_error", param)
+            assert says in error["message"]
 
     asyncio.run(run())
 

@@ -84,7 +84,7 @@ def test_keys_guard_everything_but_probes_and_documentation() -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("key", ["", " x", "schlüssel", ["good", ""]])
+@pytest.mark.parametrize("key", ["", " x", "schlüssel", "a\nb", ["good", ""]])
 def test_a_key_that_no_header_can_carry_is_refused(key: Any) -> None:
     with pytest.raises(ConfigError, match="API key"):
         create_app(make_engine(), api_key=key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import signal
 import subprocess
@@ -25,13 +26,24 @@ COMPLETIONS = "/v1/completions"
 
 @contextmanager
 def process(
-    state_dir: Path, *keys: str, drain_s: float = 30, step_s: float = 0.0, model: str = "toy"
+    state_dir: Path,
+    *keys: str,
+    drain_s: float = 30,
+    step_s: float = 0.0,
+    model: str = "toy",
+    num_swap_blocks: int = 12,
+    faults: str = "",
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The server and its base URL."""
     command = [sys.executable, "-m", "tests.server.durable_process", str(state_dir)]
-    command += [str(drain_s), str(step_s), model, *keys]
+    command += [str(drain_s), str(step_s), model, str(num_swap_blocks), *keys]
     with subprocess.Popen(
-        command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        command,
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "LAYBY_FAULTS": faults},
     ) as child:
         try:
             yield child, read_welcome(child)[0]
@@ -246,3 +258,49 @@ def test_what_is_left_at_the_drain_limit_goes_on_from_its_tokens(
     assert num_saved >= sum(reader.num_tokens for reader in readers if not reader.is_done) > 0
     with process(tmp_path) as (_, url):
         check_answers(asyncio.run(go_on(url, num_saved)), undisturbed)
+
+
+# --- the KV cache of what was cut off ---
+
+
+async def cut_off(url: str, child: subprocess.Popen[str], readers: list[Reader]) -> None:
+    async with connect(url) as client:
+        tasks = await start_all(client, readers)
+        await until_under_way(readers)
+        child.send_signal(signal.SIGTERM)
+        await asyncio.gather(*tasks)
+
+
+def stop_in_the_middle(state_dir: Path, readers: list[Reader], faults: str = "") -> str:
+    """A server is ended by SIGTERM with work left; returns its log."""
+    with process(state_dir, step_s=0.01, drain_s=0.2, num_swap_blocks=200, faults=faults) as (
+        child,
+        url,
+    ):
+        asyncio.run(cut_off(url, child, readers))
+        assert child.wait(10) == 0
+        assert child.stderr is not None
+        return child.stderr.read()
+
+
+async def metric(url: str, name: str) -> int:
+    async with connect(url) as client:
+        text = (await client.get("/metrics")).text
+        values = re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", text, re.MULTILINE)
+        return sum(int(float(value)) for value in values)
+
+
+def test_what_was_cut_off_comes_back_with_its_kv(
+    tmp_path: Path, undisturbed: list[dict[str, Any]]
+) -> None:
+    """Nothing that was saved is computed again, and the file is gone once it was used."""
+    readers = [Reader() for _ in range(20)]
+    log = stop_in_the_middle(tmp_path, readers)
+    assert re.search(r"saved the KV cache of [1-9]\d* requests", log), log
+    kv_file = tmp_path / "kv-cache"
+    assert kv_file.stat().st_mode & 0o777 == 0o600
+    with process(tmp_path, num_swap_blocks=200) as (_, url):
+        assert not kv_file.exists()
+        check_answers(asyncio.run(come_back(url, readers)), undisturbed)
+        assert asyncio.run(metric(url, "layby_recomputed_tokens_total")) == 0
+        assert asyncio.run(metric(url, "layby_swap_moved_blocks_total")) > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 import shlex
 import signal
@@ -13,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import httpx
 import pytest
@@ -28,8 +29,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @contextmanager
-def process(drain_s: float, step_s: float) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "tests.server.toy_process", str(drain_s), str(step_s)]
+def process(drain_s: float, step_s: float, *more: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "tests.server.toy_process", str(drain_s), str(step_s), *more]
     with subprocess.Popen(
         command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as child:
@@ -69,6 +70,16 @@ async def until_queues_hold(client: httpx.AsyncClient, **wanted: int) -> None:
             return
         await asyncio.sleep(0.005)
     raise AssertionError(f"wanted {wanted}, last seen {seen}")
+
+
+async def until_tokens_are(client: httpx.AsyncClient, wanted: int) -> None:
+    for _ in range(500):
+        text = (await client.get("/metrics")).text
+        found = re.search(r"^vllm:generation_tokens_total\{.*\} (\S+)$", text, re.MULTILINE)
+        if found is not None and float(found[1]) >= wanted:
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError(f"fewer than {wanted} tokens")
 
 
 async def until_draining(client: httpx.AsyncClient) -> None:
@@ -131,21 +142,28 @@ def test_case_18_past_the_drain_limit_every_request_gets_an_explicit_end() -> No
         assert child.wait(10) == 0
 
 
-def test_a_second_signal_exits_at_once() -> None:
+def test_a_second_signal_exits_at_once_with_the_recording_complete(tmp_path: Path) -> None:
+    """The last second of it was lost, which is the one that somebody will want to see."""
+
     async def run(url: str, child: subprocess.Popen[str]) -> None:
         async with httpx.AsyncClient(base_url=url, timeout=60) as client:
             call = asyncio.create_task(client.post(COMPLETIONS, json=BODY))
             await until_queues_hold(client, running=1)
             child.send_signal(signal.SIGINT)
             await until_draining(client)
+            await until_tokens_are(client, 10)
             child.send_signal(signal.SIGTERM)
             with pytest.raises(httpx.TransportError):
                 await call
 
-    with process(60, 0.05) as child:
+    with process(60, 0.05, str(tmp_path / "r")) as child:
         url, _ = read_welcome(child)
         asyncio.run(asyncio.wait_for(run(url, child), 20))
         assert child.wait(5) == 128 + signal.SIGTERM
+    last = [json.loads(line) for line in (tmp_path / "r").read_text().splitlines()][-1]
+    assert last["e"] == "run"
+    # Its last step, decided or done, was among those counted a moment before.
+    assert last["k"] + len(last["t"]) // 2 >= 10
 
 
 def test_a_signal_while_the_model_loads_ends_the_process() -> None:
@@ -169,6 +187,34 @@ def test_the_welcome_holds_a_command_that_works() -> None:
         assert answer.json()["choices"][0]["message"]["content"]
         child.send_signal(signal.SIGINT)
         assert child.wait(10) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"admin_api_key": ""}, "non-empty ASCII"),
+        ({"admin_api_key": "schlüssel"}, "non-empty ASCII"),
+        ({"api_key": ["a", " "]}, "non-empty ASCII"),
+        ({"api_key": "a", "admin_api_key": "a"}, "must differ"),
+        ({"isolate_prefix_cache": True}, "key"),
+        ({"drain_timeout_s": math.inf}, "drain_timeout must be from 0 to 1e[+]09 seconds, got inf"),
+        ({"drain_timeout_s": math.nan}, "drain_timeout .* got nan"),
+        ({"drain_timeout_s": 1e10}, "drain_timeout .* got 1e[+]10"),
+        ({"drain_timeout_s": -1.0}, "drain_timeout .* got -1"),
+        ({"keep_results_s": math.inf}, "keep_results .* got inf"),
+    ],
+    ids=str,
+)
+def test_a_setting_that_cannot_work_is_said_before_the_model_loads(
+    options: dict[str, Any], message: str
+) -> None:
+    """Half a minute of loading, and then an error; an endless drain broke the end of the server."""
+
+    def build() -> AsyncEngine:
+        raise AssertionError("the model was loaded")
+
+    with pytest.raises(ConfigError, match=message):
+        serve_engine(build, host="127.0.0.1", port=0, **options)
 
 
 @pytest.mark.parametrize("address", [("127.0.0.1", None), ("127.0.0.1", 70000), ("no.invalid", 0)])

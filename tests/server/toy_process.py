@@ -1,4 +1,6 @@
-"""A server process over the toy engine: ``python -m tests.server.toy_process DRAIN_S STEP_S``.
+"""A server process over the toy engine.
+
+``python -m tests.server.toy_process DRAIN_S STEP_S [RECORDING]``
 
 Started by the shutdown tests; listens on a free port of the loopback.
 """
@@ -7,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 
 from layby.engine import AsyncEngine
 from layby.server import serve_engine
@@ -20,7 +23,11 @@ def build() -> AsyncEngine:
         print("loading", flush=True)
         time.sleep(60)
     return make_engine(
-        AlphabetExecutor(step_s=step_s), num_blocks=20, num_swap_blocks=40, max_num_seqs=3
+        AlphabetExecutor(step_s=step_s),
+        num_blocks=20,
+        num_swap_blocks=40,
+        max_num_seqs=3,
+        record=Path(sys.argv[3]) if len(sys.argv) > 3 else None,
     )
 
 

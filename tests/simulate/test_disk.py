@@ -23,7 +23,7 @@ BURSTS = Trace(
 
 def play(*, num_disk_blocks: int, skips: bool = True) -> Simulation:
     config = SchedulerConfig(
-        num_blocks=120, num_swap_blocks=150, num_disk_blocks=num_disk_blocks, watermark=0
+        num_blocks=120, num_swap_blocks=150, num_disk_blocks=num_disk_blocks, headroom=0
     )
     simulation = Simulation(BURSTS, load_profile("a100-llama3-8b"), config, skips=skips)
     simulation.run()

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layby.engine import recorder as recording
+from layby.engine import recorder
+from layby.engine.recording import file as recording_file
 from layby.errors import LaybyError
 from layby.sampling_params import SamplingParams
 from layby.scheduling import SchedulerConfig
@@ -44,6 +45,18 @@ def checked(*paths: Path) -> Check:
     check = replay_recording(paths, check=True).check
     assert check is not None
     return check
+
+
+def check_together_and_alone(path: Path) -> None:
+    """All files of a recording, and each that begins in an idle moment by itself."""
+    older = len(list(path.parent.iterdir())) - 1
+    files = [*(Path(f"{path}.{i}") for i in range(older, 0, -1)), path]
+    check = checked(*files)
+    assert check.difference is None
+    assert check.unchecked_steps == 0
+    for file in files:
+        if "gap" not in [row["e"] for row in rows_of(file)]:
+            assert checked(file).difference is None
 
 
 def refused(path: Path, line: int, *words: str) -> None:
@@ -104,7 +117,7 @@ def test_a_run_under_pressure_is_decided_the_same_again(tmp_path: Path) -> None:
     swap=st.sampled_from([0, 8, 40]),
     caching=st.booleans(),
     flush_s=st.sampled_from([0.0, 1.0]),
-    watermark=st.sampled_from([0.0, 1.0]),
+    headroom=st.sampled_from([0.0, 1.0]),
     max_bytes=st.sampled_from([600, 4000, 2**20]),
     odd_times=st.booleans(),
 )
@@ -114,14 +127,14 @@ def test_any_traffic_is_decided_the_same_again(
     swap: int,
     caching: bool,
     flush_s: float,
-    watermark: float,
+    headroom: float,
     max_bytes: int,
     odd_times: bool,
 ) -> None:
     """Also in several files, with and without idle moments to begin them in."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recording, "FLUSH_S", flush_s)
-        patch.setattr(recording, "KEPT_FILES", 1000)
+        patch.setattr(recorder, "FLUSH_S", flush_s)
+        patch.setattr(recording_file, "KEPT_FILES", 1000)
         path = Path(folder) / "r"
         record(
             path,
@@ -131,18 +144,10 @@ def test_any_traffic_is_decided_the_same_again(
             policy=policy,
             num_swap_blocks=swap,
             enable_prefix_caching=caching,
-            watermark=watermark,
+            headroom=headroom,
             max_bytes=max_bytes,
         )
-        older = len(list(Path(folder).iterdir())) - 1
-        files = [*(Path(f"{path}.{i}") for i in range(older, 0, -1)), path]
-        check = checked(*files)
-        assert check.difference is None
-        assert check.unchecked_steps == 0
-        for file in files:
-            kinds = [row["e"] for row in rows_of(file)]
-            if "gap" not in kinds:
-                assert checked(file).difference is None
+        check_together_and_alone(path)
 
 
 def test_hits_on_what_was_generated_need_the_hashes_of_it(tmp_path: Path, pressure: Path) -> None:
@@ -196,15 +201,10 @@ def resize(harness: RecordedHarness, rng: random.Random) -> None:
 def test_a_pool_that_changes_its_size_is_replayed(seed: int, max_bytes: int) -> None:
     """A file that begins in an idle moment knows the size of then."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recording, "KEPT_FILES", 1000)
+        patch.setattr(recording_file, "KEPT_FILES", 1000)
         path = Path(folder) / "r"
         record(path, seed, requests=10, meddling=resize, max_bytes=max_bytes)
-        older = len(list(Path(folder).iterdir())) - 1
-        files = [*(Path(f"{path}.{i}") for i in range(older, 0, -1)), path]
-        assert checked(*files).difference is None
-        for file in files:
-            if "gap" not in [row["e"] for row in rows_of(file)]:
-                assert checked(file).difference is None
+        check_together_and_alone(path)
 
 
 def reclass(harness: RecordedHarness, rng: random.Random) -> None:
@@ -225,7 +225,7 @@ def test_classes_that_change_are_replayed(
 ) -> None:
     """By hand, by waiting and by running long."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recording, "KEPT_FILES", 1000)
+        patch.setattr(recording_file, "KEPT_FILES", 1000)
         path = Path(folder) / "r"
         record(
             path,
@@ -236,9 +236,7 @@ def test_classes_that_change_are_replayed(
             priority_aging=priority_aging,
             demote_after_tokens=demote_after_tokens,
         )
-        older = len(list(Path(folder).iterdir())) - 1
-        files = [*(Path(f"{path}.{i}") for i in range(older, 0, -1)), path]
-        assert checked(*files).difference is None
+        check_together_and_alone(path)
 
 
 def test_another_class_is_another_life(tmp_path: Path) -> None:
@@ -270,7 +268,7 @@ def test_another_size_is_another_life(tmp_path: Path) -> None:
 
 ON_DISK: dict[str, Any] = {
     "num_blocks": 40, "num_swap_blocks": 28, "num_disk_blocks": 120, "max_num_seqs": 16,
-    "max_num_batched_tokens": 32, "max_queue": 30, "watermark": 0.0,
+    "max_num_batched_tokens": 32, "max_queue": 30, "headroom": 0.0,
 }  # fmt: skip
 """So much is parked that RAM has no room for it."""
 
@@ -292,7 +290,7 @@ def test_parked_work_on_disk_is_replayed(
 ) -> None:
     """The ends of transfers come from outside; what is made of them is decided again."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recording, "KEPT_FILES", 1000)
+        patch.setattr(recording_file, "KEPT_FILES", 1000)
         path = Path(folder) / "r"
         record(
             path,
@@ -303,12 +301,7 @@ def test_parked_work_on_disk_is_replayed(
             **ON_DISK | {"num_swap_blocks": num_swap_blocks, "num_disk_blocks": num_disk_blocks},
             priority_aging=priority_aging,
         )
-        older = len(list(Path(folder).iterdir())) - 1
-        files = [*(Path(f"{path}.{i}") for i in range(older, 0, -1)), path]
-        assert checked(*files).difference is None
-        for file in files:
-            if "gap" not in [row["e"] for row in rows_of(file)]:
-                assert checked(file).difference is None
+        check_together_and_alone(path)
 
 
 def break_the_disk(harness: RecordedHarness, rng: random.Random) -> None:
@@ -536,7 +529,7 @@ def test_a_broken_line_in_the_middle_is_an_error_with_its_number(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"format": 2}, ("format 2", "reads format 1")),
+        ({"format": 1}, ("format 1", "reads format 2")),
         ({"scheduler": {}}, ("scheduler", "num_blocks")),
         ({"scheduler": {"num_blocks": 0}}, ("num_blocks must be", "0")),
         ({"scheduler": {"num_blocks": 9, "speed": 3}}, ("speed",)),
@@ -568,7 +561,7 @@ def test_what_is_no_recording_is_refused(tmp_path: Path) -> None:
 @pytest.fixture
 def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Three files, oldest first: from the beginning, behind a gap, from an idle moment on."""
-    monkeypatch.setattr(recording, "FLUSH_S", 0.0)
+    monkeypatch.setattr(recorder, "FLUSH_S", 0.0)
     path = tmp_path / "r"
     harness = RecordedHarness(path, script=spell("abc" * 30), max_bytes=6000, block_size=4)
 
@@ -585,7 +578,7 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     while harness.recorder.part < 2:
         busy(4, "on and on")
         harness.run()
-    monkeypatch.setattr(recording, "FLUSH_S", 1.0)
+    monkeypatch.setattr(recorder, "FLUSH_S", 1.0)
     for number in range(7):
         busy(1, f"{number}" * 40)
         harness.run()

@@ -18,7 +18,7 @@ import pytest
 from layby.scheduling import RequestStatus
 from layby.scheduling.metrics import SchedulerMetrics
 from layby.simulate.observations import RequestLog, SimulationReport, TierMoves, Timeline
-from layby.simulate.report import (
+from layby.simulate.page import (
     Axis,
     Chart,
     Curve,
@@ -31,10 +31,9 @@ from layby.simulate.report import (
     number,
     render_page,
     share,
-    simulation_page,
     size,
-    write_report,
 )
+from layby.simulate.report import simulation_page, write_report
 
 WAITING, RUNNING, SWAPPED = RequestStatus.WAITING, RequestStatus.RUNNING, RequestStatus.SWAPPED
 VOID = {"br", "hr", "img", "input", "link", "meta"}

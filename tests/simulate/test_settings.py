@@ -34,7 +34,7 @@ def test_without_options_the_profile_decides(a100: Profile) -> None:
     # What a profile does not say is the engine's own default.
     engine = EngineConfig()
     assert config.policy == engine.scheduling_policy
-    for name in ("preemption_mode", "enable_prefix_caching", "watermark", "max_queue"):
+    for name in ("preemption_mode", "enable_prefix_caching", "headroom", "max_queue"):
         assert getattr(config, name) == getattr(engine, name)
 
 
@@ -61,7 +61,7 @@ def test_every_setting_of_the_scheduler_can_be_told(a100: Profile) -> None:
         ({"swap_gib": 1}, {"num_swap_blocks": 512}),
         ({"swap_gib": 0}, {"num_swap_blocks": 0}),
         ({"num_swap_blocks": 5}, {"num_swap_blocks": 5}),
-        ({"max_num_seqs": 7, "watermark": 0.5}, {"max_num_seqs": 7, "watermark": 0.5}),
+        ({"max_num_seqs": 7, "headroom": 0.5}, {"max_num_seqs": 7, "headroom": 0.5}),
         ({"enable_prefix_caching": False}, {"enable_prefix_caching": False}),
         # More than any host has: here it is only a number.
         ({"swap_gib": 1e6}, {"num_swap_blocks": 512 * 10**6}),
@@ -89,7 +89,7 @@ def test_options_mean_what_they_mean_to_the_engine(
         ({"block_size": 0}, "block_size must be"),
         ({"block_size": "16"}, "block_size must be a whole number"),
         ({"scheduling_policy": "fifo"}, "scheduling_policy must be one of"),
-        ({"watermark": float("nan")}, "watermark must be"),
+        ({"headroom": float("nan")}, "headroom must be"),
     ],
 )
 def test_what_cannot_work_is_refused(a100: Profile, options: dict[str, Any], message: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layby.engine import Engine
+from layby.engine.pressure import PressureGauge, PressureSettings
 from layby.engine.toy import ByteTokenizer
 from layby.errors import QueueFullError, RequestTooLargeError
 from layby.execution import FakeExecutor
@@ -25,6 +26,7 @@ from layby.simulate.cost import CostModel, MoveCost, StepLoad
 from layby.simulate.executor import VirtualClock
 from layby.simulate.observations import RequestLog, SimulationReport
 from layby.simulate.profiles import ANALYTIC, Profile, SchedulerDefaults
+from layby.simulate.resizes import PoolResize
 from layby.simulate.simulation import Simulation, StalledError, simulate
 from layby.simulate.traces import Trace, TraceRequest
 
@@ -73,7 +75,7 @@ def config(**changed: Any) -> SchedulerConfig:
         "max_num_seqs": 8,
         "max_num_batched_tokens": 32,
         "max_model_len": 256,
-        "watermark": 0.0,
+        "headroom": 0.0,
     }
     return SchedulerConfig(**known | changed)
 
@@ -135,7 +137,27 @@ def traces(draw: st.DrawFn) -> Trace:
                 n=draw(st.sampled_from([1, 1, 1, 2, 3])),
             )
         )
-    return Trace("random", requests)
+    times = sorted(draw(st.sets(st.sampled_from([0.0, 0.6, 2.0, 3.0, 7.5, 15.0]), max_size=3)))
+    resizes = [PoolResize(at_s, draw(st.sampled_from([8, 14, 30, 64]))) for at_s in times]
+    return Trace("random", requests, resizes=resizes)
+
+
+def flood(classes: Sequence[int]) -> Trace:
+    """More than the server can take, for long enough to be sure of it; then somebody alone."""
+    requests = [
+        TraceRequest(0.2 * i, 4, 10 + 7 * i % 30, priority=classes[i % len(classes)])
+        for i in range(60)
+    ]
+    return Trace("flood", [*requests, TraceRequest(90.0, 3, 5)])
+
+
+def gauge() -> PressureGauge:
+    """One that is quick to judge."""
+    return PressureGauge(
+        PressureSettings(
+            window_s=1.5, drain_window_s=3.0, full=0.5, deep_wait_s=0.5, min_growth=0.01
+        )
+    )
 
 
 CONFIGS = st.fixed_dictionaries(
@@ -146,11 +168,13 @@ CONFIGS = st.fixed_dictionaries(
         "preemption_mode": st.sampled_from(["auto", "recompute"]),
         "max_num_seqs": st.sampled_from([3, 8]),
         "enable_prefix_caching": st.booleans(),
-        "watermark": st.sampled_from([0.0, 1.0]),
+        "headroom": st.sampled_from([0.0, 1.0]),
         "urgent_window": st.sampled_from([0.0, 2.0, 30.0]),
         "background_tokens": st.sampled_from([0, 8]),
         "preemption_threshold": st.sampled_from([1.0, 1.0, 0.7]),
         "max_queue": st.sampled_from([None, 2]),
+        "priority_aging": st.sampled_from([None, None, 0.4, 3.0]),
+        "demote_after_tokens": st.sampled_from([None, 7]),
     }
 )
 
@@ -171,13 +195,42 @@ def alike(one: Any, other: Any, where: str = "") -> None:
         assert one == other, where
 
 
-@settings(max_examples=30)
-@given(traces(), CONFIGS)
-def test_taking_quiet_steps_at_once_changes_nothing(trace: Trace, changed: dict[str, Any]) -> None:
+@settings(max_examples=50)
+@given(traces(), CONFIGS, st.booleans())
+def test_taking_quiet_steps_at_once_changes_nothing(
+    trace: Trace, changed: dict[str, Any], shed_load: bool
+) -> None:
+    same_with_and_without_skips(trace, changed, shed_load=shed_load)
+
+
+@pytest.mark.parametrize("classes", [(0,), (0, 5), (0, 0, 5, 9)])
+@pytest.mark.parametrize("changed", [{"num_swap_blocks": 0}, {"priority_aging": 2.0}])
+def test_who_is_shed_is_the_same_with_and_without_skips_and_in_the_engine(
+    classes: Sequence[int], changed: dict[str, Any]
+) -> None:
+    trace, changed = flood(classes), changed | {"num_blocks": 26}
+    refused = same_with_and_without_skips(trace, changed, shed_load=True)
+    assert refused["shed"] > 0
+    assert list(refused["shed_by_class"]) == [str(max(classes))]
+    same_as_the_engine(trace, changed, shed_load=True)
+    assert same_with_and_without_skips(trace, changed, shed_load=False)["shed"] == 0
+
+
+def same_with_and_without_skips(
+    trace: Trace, changed: dict[str, Any], *, shed_load: bool
+) -> dict[str, Any]:
+    """Returns who was refused."""
     reports = []
     for skips in (True, False):
-        log = RequestLog(slo={"ttft_s": 2.0, "itl_s": 0.3})
-        simulation = Simulation(trace, profile(DEAR), config(**changed), log=log, skips=skips)
+        simulation = Simulation(
+            trace,
+            profile(DEAR),
+            config(**changed),
+            log=RequestLog(slo={"ttft_s": 2.0, "itl_s": 0.3}),
+            shed_load=shed_load,
+            pressure=gauge(),
+            skips=skips,
+        )
         simulation.run()
         reports.append(report_of(simulation))
     with_skips, without = (report.as_dict() for report in reports)
@@ -185,7 +238,7 @@ def test_taking_quiet_steps_at_once_changes_nothing(trace: Trace, changed: dict[
     # are cut elsewhere; the areas under its curves are the same.
     lines = [known.pop("timeline") for known in (with_skips, without)]
     alike(with_skips, without)
-    for name in ("waiting", "running", "swapped"):
+    for name in ("waiting", "running", "swapped", "num_blocks", "pressure"):
         areas = []
         for line in lines:
             ends = [*line["start_s"], line["end_s"]]
@@ -198,6 +251,7 @@ def test_taking_quiet_steps_at_once_changes_nothing(trace: Trace, changed: dict[
             [(span[0].value, *span[1:]) for span in one.spans],
             [(span[0].value, *span[1:]) for span in other.spans],
         )
+    return reports[0].refusals.as_dict()
 
 
 @settings(max_examples=25)
@@ -459,6 +513,8 @@ def decision(plan: StepPlan, name: Callable[[str], str]) -> Decision:
         list(plan.swap_out),
         list(plan.swap_in),
         list(plan.copy),
+        list(plan.relocate),
+        plan.num_blocks,
         [
             (name(i.sequence.request.request_id), i.sequence.index, i.start, i.num_tokens)
             for i in plan.scheduled
@@ -494,8 +550,11 @@ def prompt_of(index: int, traced: TraceRequest) -> list[int]:
     return (shared + own)[: traced.num_prompt_tokens]
 
 
-def decisions_of_engine(trace: Trace, changed: dict[str, Any]) -> tuple[list[Decision], int]:
-    """What the real engine decides, fed as the server feeds it; and how many it refused."""
+def decisions_of_engine(
+    trace: Trace, changed: dict[str, Any], *, shed_load: bool
+) -> tuple[list[Decision], int, int]:
+    """What the real engine decides, fed as the server feeds it; and how many it refused, those
+    shed among them."""
     clock = VirtualClock()
     asked = {str(index): traced for index, traced in enumerate(trace.requests)}
 
@@ -510,10 +569,15 @@ def decisions_of_engine(trace: Trace, changed: dict[str, Any]) -> tuple[list[Dec
         ByteTokenizer(),
         max_model_len=256,
         seed=0,
+        shed_load=shed_load,
+        pressure=gauge(),
         clock=clock,
     )
-    arrived = refused = 0
+    arrived = refused = resized = 0
     while arrived < len(trace) or engine.has_unfinished:
+        while resized < len(trace.resizes) and trace.resizes[resized].at_s <= clock.now:
+            engine.resize_kv_pool(trace.resizes[resized].num_blocks)
+            resized += 1
         now = clock.now
         while arrived < len(trace) and trace.requests[arrived].arrival_s <= now:
             traced = trace.requests[arrived]
@@ -542,15 +606,30 @@ def decisions_of_engine(trace: Trace, changed: dict[str, Any]) -> tuple[list[Dec
             engine.step()
             assert engine.error is None
         elif arrived < len(trace):
-            clock.now = max(clock.now, trace.requests[arrived].arrival_s)
-    return executor.decisions, refused
+            coming = [trace.requests[arrived].arrival_s]
+            coming += [each.at_s for each in trace.resizes[resized:]]
+            clock.now = max(clock.now, min(coming))
+    return executor.decisions, refused, engine.stats().requests_shed
 
 
-@settings(max_examples=40)
-@given(traces(), CONFIGS)
-def test_the_simulation_decides_as_the_engine_does(trace: Trace, changed: dict[str, Any]) -> None:
+@settings(max_examples=60)
+@given(traces(), CONFIGS, st.booleans())
+def test_the_simulation_decides_as_the_engine_does(
+    trace: Trace, changed: dict[str, Any], shed_load: bool
+) -> None:
     """Every plan is the same, at the same time: queues, moves, tokens."""
-    simulation = Simulation(trace, profile(DEAR), config(**changed), skips=False)
+    same_as_the_engine(trace, changed, shed_load=shed_load)
+
+
+def same_as_the_engine(trace: Trace, changed: dict[str, Any], *, shed_load: bool) -> None:
+    simulation = Simulation(
+        trace,
+        profile(DEAR),
+        config(**changed),
+        shed_load=shed_load,
+        pressure=gauge(),
+        skips=False,
+    )
     decisions: list[Decision] = []
     schedule = simulation.scheduler.schedule
 
@@ -561,7 +640,8 @@ def test_the_simulation_decides_as_the_engine_does(trace: Trace, changed: dict[s
 
     simulation.scheduler.schedule = watched  # type: ignore[method-assign]
     simulation.run()
-    expected, refused = decisions_of_engine(trace, changed)
+    expected, refused, shed = decisions_of_engine(trace, changed, shed_load=shed_load)
     assert simulation.refusals.total == refused
+    assert simulation.refusals.shed.total() == shed
     for step, (one, other) in enumerate(zip(decisions, expected, strict=True)):
         assert one == other, f"step {step + 1}"

@@ -14,28 +14,17 @@ import pytest
 from layby.engine.config import GIB, EngineConfig
 from layby.errors import ConfigError, LaybyError
 from layby.scheduling import SchedulerConfig
-from layby.simulate import tuner
 from layby.simulate.cost import CostModel, MoveCost
+from layby.simulate.laboratory import Bench, Outcome, leave_out_misfits
+from layby.simulate.page import Chart, render_page
 from layby.simulate.profiles import MEASURED, Profile, SchedulerDefaults
-from layby.simulate.report import Chart, render_page
+from layby.simulate.search_space import HELD, KNOBS, SearchSpace, written
 from layby.simulate.slo import parse_slo
+from layby.simulate.study import opened_study
 from layby.simulate.traces import Trace, TraceRequest
 from layby.simulate.tune_report import front_table, tune_page
-from layby.simulate.tuner import (
-    HELD,
-    KNOBS,
-    Bench,
-    Outcome,
-    SearchSpace,
-    Trial,
-    TuneResult,
-    choose,
-    cliffs_between,
-    leave_out_misfits,
-    pareto_front,
-    tune,
-    written,
-)
+from layby.simulate.tune_result import Trial, TuneResult, choose, cliffs_between, pareto_front
+from layby.simulate.tuner import tune
 
 BLOCK_BYTES = 2**20
 
@@ -74,7 +63,7 @@ def make_trace(count: int = 8) -> Trace:
 
 SLO = parse_slo("e2e_p99<20s")
 STORMY = {
-    "watermark": 0.0,
+    "headroom": 0.0,
     "preemption_mode": "swap",
     "max_num_batched_tokens": 64,
     "num_swap_blocks": 120,
@@ -118,11 +107,11 @@ def test_what_is_given_is_held_and_limits_the_rest() -> None:
     """A step of fewer tokens than there are sequences, which the scheduler refuses."""
     fixed = {"max_num_batched_tokens": 32, "num_swap_blocks": 7, "preemption_mode": "swap"}
     space = SearchSpace(make_profile(), fixed)
-    assert set(space.rungs) == {"max_num_seqs", "watermark"}
+    assert set(space.rungs) == {"max_num_seqs", "headroom"}
     assert max(map(float, space.rungs["max_num_seqs"])) == 32
-    config = space.config({"max_num_seqs": 32, "watermark": 2.0})
+    config = space.config({"max_num_seqs": 32, "headroom": 2.0})
     assert (config.max_num_batched_tokens, config.num_swap_blocks) == (32, 7)
-    assert (config.max_num_seqs, config.watermark) == (32, 2.0)
+    assert (config.max_num_seqs, config.headroom) == (32, 2.0)
 
 
 def test_tokens_follow_sequences() -> None:
@@ -141,7 +130,7 @@ def test_no_fewer_sequences_than_a_request_has_samples() -> None:
 
 
 def test_all_given_leaves_nothing_to_search() -> None:
-    fixed = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "watermark": 2.0}
+    fixed = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "headroom": 2.0}
     with pytest.raises(ConfigError, match=r"every setting .* max_num_seqs=4"):
         SearchSpace(make_profile(), fixed | {"preemption_mode": "recompute"})
 
@@ -150,7 +139,7 @@ def test_all_given_leaves_nothing_to_search() -> None:
     ("settings", "fixed"),
     [
         ({}, {}),
-        ({"max_num_seqs": 8, "swap_gib": 0.0, "watermark": 2.5}, {}),
+        ({"max_num_seqs": 8, "swap_gib": 0.0, "headroom": 2.5}, {}),
         ({"max_num_batched_tokens": 512, "preemption_mode": "recompute"}, {"num_blocks": 50}),
         ({}, {"enable_prefix_caching": False, "kv_cache_gib": 1.0, "num_swap_blocks": 5}),
         ({"max_num_seqs": 64, "max_num_batched_tokens": 512}, {"scheduling_policy": "reserve"}),
@@ -277,7 +266,7 @@ def test_a_study_can_be_made_longer(tmp_path: Path) -> None:
         ({"profile": make_profile(swap_s=0.03)}, "a profile"),
         ({"slo": parse_slo("e2e_p99<21s")}, "an SLO"),
         ({"seed": 1}, "a seed"),
-        ({"fixed": {"watermark": 2.0}}, "settings"),
+        ({"fixed": {"headroom": 2.0}}, "settings"),
         ({"seed": 1, "slo": parse_slo("ttft<1s")}, "an SLO and a seed"),
     ],
 )
@@ -303,9 +292,9 @@ def test_a_file_that_is_no_study_is_left_alone(tmp_path: Path) -> None:
 def test_a_study_in_use_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "study"
     with (
-        tuner._opened_study(file, {"seed": "0"}),
+        opened_study(file, {"seed": "0"}),
         pytest.raises(LaybyError, match="in use by another run"),
-        tuner._opened_study(file, {"seed": "0"}),
+        opened_study(file, {"seed": "0"}),
     ):
         pass
 

@@ -27,8 +27,6 @@ from layby.errors import LaybyError
 
 EXIT_ERROR = 1
 EXIT_USAGE = 2
-EXIT_INTERRUPTED = 130
-"""As a shell reports a process that SIGINT ended."""
 
 
 def _print_version(wanted: bool) -> None:
@@ -64,8 +62,8 @@ app.add_typer(bench, name="bench")
 app.add_typer(model, name="model")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program and return its exit code.
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run the program and return its exit code. Raises KeyboardInterrupt, and nothing else.
 
     Args:
         arguments: Those of the process if None.
@@ -85,8 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except LaybyError as error:
         _complain("; ".join([str(error), *getattr(error, "__notes__", ())]))
         return EXIT_ERROR
-    except (KeyboardInterrupt, typer.Abort):
-        return EXIT_INTERRUPTED
+    except typer.Abort:  # which is what typer makes of it
+        raise KeyboardInterrupt from None
     except BrokenPipeError:
         # The reader has seen enough, as in "layby … | head". The interpreter flushes stdout once
         # more at its end, and would complain then.

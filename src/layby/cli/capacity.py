@@ -84,8 +84,8 @@ def capacity(
 def _show_capacity(found: Capacity, needed: Replicas | None, console: Console) -> None:
     from rich.table import Table
 
-    from layby.simulate.report import duration, share
-    from layby.simulate.tuner import times
+    from layby.simulate.page import duration, share
+    from layby.simulate.tune_result import times
 
     def say(text: str) -> None:
         console.print(text, soft_wrap=True, markup=False)

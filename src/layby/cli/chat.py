@@ -86,7 +86,7 @@ class Conversation:
         prompt = tokenizer.encode(engine.render_chat(turn), add_special_tokens=False)
         answer = ""
         try:
-            with closing(self.llm.stream(prompt, self.sampling)) as deltas:
+            with closing(self.llm.stream(prompt, self.sampling, begins_text=True)) as deltas:
                 for delta in deltas:
                     piece = "".join(output.text for output in delta.outputs)
                     answer += piece

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from layby.cli.terminal import JsonTarget, log_to_stderr, printable, table_console, write_json
+from layby.cli.terminal import (
+    JsonTarget,
+    log_to_stderr,
+    printable,
+    progress_bar,
+    table_console,
+    write_json,
+)
 from layby.errors import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from layby.simulate.preemptions import Preemption
     from layby.simulate.recordings import Check, ReplayReport
 
 EXIT_DIFFERENT = 1
@@ -40,18 +47,35 @@ def replay(
             f"{EXIT_DIFFERENT} at the first that differs.",
         ),
     ] = False,
+    preemptions: Annotated[
+        bool,
+        typer.Option(
+            "--preemptions",
+            help="List who had to leave the device, by which way, and what either way was "
+            "expected to cost.",
+        ),
+    ] = False,
     json: JsonTarget = None,
 ) -> None:
     """Tell what happened in a recording, and check that the scheduler decides the same again."""
+    from layby.simulate.preemptions import read_preemptions
     from layby.simulate.recordings import replay_recording
 
     log_to_stderr()
     total = sum(file.stat().st_size for file in files if file.is_file())
-    with _progress_bar(total, shown=sys.stderr.isatty()) as advance:
+    with progress_bar("Reading", counts_bytes=True) as tell:
+        advance = None if tell is None else lambda done: tell("Reading", done, total)
         report = replay_recording(files, check=check, progress=advance)
-    show_report(report, table_console(json))
+    console = table_console(json)
+    show_report(report, console)
+    result = report.as_dict()
+    if preemptions:
+        found = list(read_preemptions(files))
+        result["preemptions"] = [asdict(each) for each in found]
+        for each in found:
+            console.print(_in_a_line(each), markup=False, soft_wrap=True)
     if json is not None:
-        write_json(json, report.as_dict())
+        write_json(json, result)
     if report.check is not None and report.check.difference is not None:
         raise typer.Exit(EXIT_DIFFERENT)
 
@@ -96,6 +120,19 @@ def show_report(report: ReplayReport, console: Console) -> None:
         _show_check(report.check, console)
 
 
+def _in_a_line(preemption: Preemption) -> str:
+    who = f"request {preemption.request} leaves by {printable(preemption.mode)}"
+    when = f"{preemption.time_s:.3f} s, step {preemption.step}"
+    weighed = preemption.weighing
+    if weighed is None:
+        return f"{when}: {who}; the ways out were not compared"
+    moves = f"{counted(weighed.blocks_out, 'block')} out, {weighed.blocks_in} back"
+    return (
+        f"{when}: {who}; swap {1e3 * weighed.swap_s:.2f} ms ({moves}), "
+        f"recompute {1e3 * weighed.recompute_s:.2f} ms ({counted(weighed.tokens, 'token')})"
+    )
+
+
 def _remarks(report: ReplayReport) -> Iterator[str]:
     if report.is_cut_off:
         yield "The last line is incomplete and was left out."
@@ -120,23 +157,3 @@ def _show_check(check: Check, console: Console) -> None:
     where = f"  step {found.step}, line {found.line} of {found.path}: {found.what}"
     for line in (where, f"  recorded: {found.recorded}", f"  replayed: {found.replayed}"):
         console.print(printable(line), markup=False, soft_wrap=True)
-
-
-@contextmanager
-def _progress_bar(total: int, *, shown: bool) -> Iterator[Callable[[int], None] | None]:
-    """Takes the bytes read so far; None where nobody looks."""
-    if not shown:
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("Reading", total=total)
-        yield lambda done: bar.update(task, completed=done)

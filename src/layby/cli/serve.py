@@ -59,11 +59,13 @@ def serve(
         ),
     ] = None,
     keep_results: Annotated[
-        float,
+        float | None,
         typer.Option(
-            min=0, help="How long answers are kept there for clients who come back. (seconds)"
+            min=0,
+            show_default=f"{DEFAULT_KEEP_S:g}",
+            help="How long answers are kept there for clients who come back. (seconds)",
         ),
-    ] = DEFAULT_KEEP_S,
+    ] = None,
     isolate_prefix_cache: Annotated[
         bool, typer.Option(help="Share cached prefixes only between calls with the same API key.")
     ] = False,

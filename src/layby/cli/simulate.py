@@ -82,16 +82,22 @@ def load_trace(
     length_scale: float = 1.0,
     max_requests: int | None = None,
     seed: int = 0,
+    resize: str | None = None,
 ) -> Trace:
     """The trace that the flags of these names describe.
 
+    Sizes of the pool that are given take the place of a recording's, at their times as they stand.
+
     Raises:
-        ConfigError: Trace and arrivals are both given, or neither; or as ``parse_arrivals``.
+        ConfigError: Trace and arrivals are both given, or neither; or as ``parse_arrivals`` and
+            ``parse_resizes``.
         TraceError: As ``read_trace``.
     """
     from layby.simulate.arrivals import merge, parse_arrivals
+    from layby.simulate.resizes import parse_resizes
     from layby.simulate.traces import read_trace
 
+    resizes = None if resize is None else parse_resizes(resize)
     if trace is not None and arrivals:
         raise ConfigError("--trace and --arrivals both say what arrives; give one of them")
     if trace is not None:
@@ -105,7 +111,7 @@ def load_trace(
     )
     if not len(played):
         raise ConfigError(f"{played.name} has no requests")
-    return played
+    return played if resizes is None else dataclasses.replace(played, resizes=resizes)
 
 
 TraceFile = Annotated[
@@ -142,6 +148,23 @@ MaxRequests = Annotated[
     int | None,
     typer.Option(min=1, help="Only so many, the first. (requests)", show_default="all"),
 ]
+ResizeText = Annotated[
+    str | None,
+    typer.Option(
+        "--resize",
+        metavar="TIME=BLOCKS,TIME=BLOCKS…",
+        help="Give the device pool another size at these times, such as 60s=3000,2m=11000; none: "
+        "never.",
+        show_default="as a recording tells, else never",
+    ),
+]
+ShedLoad = Annotated[
+    bool,
+    typer.Option(
+        "--shed-load/--no-shed-load",
+        help="Refuse new work of the lowest class while memory is saturated, as layby serve does.",
+    ),
+]
 Seed = Annotated[int, typer.Option(help="Fixes what --arrivals draw; the next has the next seed.")]
 
 
@@ -155,6 +178,8 @@ def simulate(
     length_scale: LengthScale = 1.0,
     max_requests: MaxRequests = None,
     seed: Seed = 0,
+    resize: ResizeText = None,
+    shed_load: ShedLoad = True,
     slo: Annotated[
         str | None,
         typer.Option(
@@ -214,6 +239,7 @@ def simulate(
         length_scale=length_scale,
         max_requests=max_requests,
         seed=seed,
+        resize=resize,
     )
     asked: dict[str, Any] = {
         "rate_scale": rate_scale,
@@ -231,6 +257,7 @@ def simulate(
                 policies,
                 options={k: v for k, v in options.items() if k != "scheduling_policy"},
                 slo=promised,
+                shed_load=shed_load,
                 settings=asked,
                 progress=None if bar is None else partial(bar, "Simulating"),
             )
@@ -244,7 +271,17 @@ def simulate(
             bar = stack.enter_context(progress_bar("Simulating", unit="requests"))
             config = scheduler_config(machine, **options)
             progress = None if bar is None else partial(bar, "Simulating")
-            reports = [play(played, machine, config, log=log, settings=asked, progress=progress)]
+            reports = [
+                play(
+                    played,
+                    machine,
+                    config,
+                    log=log,
+                    shed_load=shed_load,
+                    settings=asked,
+                    progress=progress,
+                )
+            ]
     show_reports(reports, played, console)
     if verdict is not None:
         console.print(verdict, soft_wrap=True, markup=False)
@@ -280,10 +317,9 @@ def show_reports(reports: Sequence[SimulationReport], trace: Trace, console: Con
     about.add_column("")
     about.add_column("", justify="right", overflow="fold")
     refused = ", ".join(
-        f"{report.result.settings['requests_refused']:,}"
-        + (f" ({report.title})" if len(reports) > 1 else "")
+        _refused(report) + (f" ({report.title})" if len(reports) > 1 else "")
         for report in reports
-        if report.result.settings["requests_refused"]
+        if report.refusals.total
     )
     block_tokens = counted(settings["block_size"], "token")
     facts = [
@@ -316,6 +352,18 @@ def show_reports(reports: Sequence[SimulationReport], trace: Trace, console: Con
             )
             shown.add_row(row.name, *cells)
         console.print(shown)
+
+
+def _refused(report: SimulationReport) -> str:
+    """How many requests were refused; of which class those were that were shed."""
+    refusals = report.refusals
+    told = f"{refusals.total:,}"
+    if refusals.shed:
+        classes = ", ".join(
+            f"{count:,} of class {priority}" for priority, count in sorted(refusals.shed.items())
+        )
+        told += f", to shed load {classes}"
+    return told
 
 
 @contextmanager

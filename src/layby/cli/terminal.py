@@ -69,10 +69,13 @@ HtmlTarget = Annotated[
 
 
 @contextmanager
-def progress_bar(what: str, *, unit: str = "") -> Iterator[Callable[[str, int, int], None] | None]:
+def progress_bar(
+    what: str, *, unit: str = "", counts_bytes: bool = False
+) -> Iterator[Callable[[str, int, int], None] | None]:
     """A bar on a terminal; else None, so that nobody counts for nothing.
 
-    What it yields takes what is being done, how much of it is, and of how much.
+    What it yields takes what is being done, how much of it is, and of how much; in units of
+    ``unit``, or in bytes.
     """
     if not sys.stderr.isatty():
         yield None
@@ -80,6 +83,7 @@ def progress_bar(what: str, *, unit: str = "") -> Iterator[Callable[[str, int, i
     from rich.console import Console
     from rich.progress import (
         BarColumn,
+        DownloadColumn,
         MofNCompleteColumn,
         Progress,
         TextColumn,
@@ -90,7 +94,7 @@ def progress_bar(what: str, *, unit: str = "") -> Iterator[Callable[[str, int, i
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        MofNCompleteColumn(),
+        DownloadColumn(binary_units=True) if counts_bytes else MofNCompleteColumn(),
         TextColumn(unit),
         TimeElapsedColumn(),
         TimeRemainingColumn(),

@@ -16,6 +16,7 @@ from layby.cli.simulate import (
     MaxRequests,
     ProfileName,
     RateScale,
+    ResizeText,
     TraceFile,
     load_trace,
     scheduler_flags,
@@ -34,8 +35,8 @@ from layby.errors import LaybyError, counted
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from layby.simulate.report import Table
-    from layby.simulate.tuner import TuneResult
+    from layby.simulate.page import Table
+    from layby.simulate.tune_result import TuneResult
 
 SloText = Annotated[
     str,
@@ -65,6 +66,7 @@ def tune(
     rate_scale: RateScale = 1.0,
     length_scale: LengthScale = 1.0,
     max_requests: MaxRequests = None,
+    resize: ResizeText = None,
     trials: Annotated[
         int, typer.Option(min=1, help="Settings to try; explaining takes some more. (simulations)")
     ] = 64,
@@ -97,9 +99,9 @@ def tune(
 ) -> None:
     """Search the settings under which a server answers this traffic best, on a virtual clock.
 
-    Searched are --max-num-seqs, --max-num-batched-tokens, --watermark, --preemption-mode and
+    Searched are --max-num-seqs, --max-num-batched-tokens, --headroom, --preemption-mode and
     --swap-gib, for throughput and for the SLO; each of them that is set to other than its default
-    is held there. The queue has no limit. The same seed gives the same result.
+    is held there. The queue has no limit, and no load is shed. The same seed gives the same result.
     """
     from layby.simulate.profiles import load_profile
     from layby.simulate.slo import parse_slo
@@ -116,6 +118,7 @@ def tune(
         length_scale=length_scale,
         max_requests=max_requests,
         seed=seed,
+        resize=resize,
     )
     with progress_bar("trials") as progress:
         result = search(

@@ -11,17 +11,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from layby.engine.async_engine import AsyncEngine, RequestStream
     from layby.engine.config import EngineConfig
-    from layby.engine.engine import Engine, PreparedRequest
+    from layby.engine.engine import Engine
     from layby.engine.interfaces import ChatTemplate, Tokenizer
     from layby.engine.kv_pool import KVPoolSize
     from layby.engine.llm import LLM
     from layby.engine.metrics import EngineStats
     from layby.engine.outputs import CompletionDelta, CompletionOutput, RequestDelta, RequestOutput
+    from layby.engine.preparation import PreparedRequest
 
 _HOMES = {
     "layby.engine.async_engine": ("AsyncEngine", "RequestStream"),
     "layby.engine.config": ("EngineConfig",),
-    "layby.engine.engine": ("Engine", "PreparedRequest"),
+    "layby.engine.engine": ("Engine",),
+    "layby.engine.preparation": ("PreparedRequest",),
     "layby.engine.interfaces": ("ChatTemplate", "Tokenizer"),
     "layby.engine.kv_pool": ("KVPoolSize",),
     "layby.engine.llm": ("LLM",),

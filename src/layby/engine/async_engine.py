@@ -11,18 +11,21 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 from layby.engine.config import EngineConfig
-from layby.engine.engine import Engine, PreparedRequest, check_priority
+from layby.engine.engine import Engine
 from layby.engine.interfaces import ChatTemplate, Tokenizer
+from layby.engine.kept_kv import UnfinishedKV
 from layby.engine.kv_pool import KVPoolSize
 from layby.engine.metrics import EngineStats
 from layby.engine.outputs import CompletionDelta, RequestDelta
+from layby.engine.preparation import PreparedRequest, check_priority
 from layby.engine.workers import Workers
 from layby.errors import (
     EngineDeadError,
@@ -31,6 +34,8 @@ from layby.errors import (
     LaybyError,
     prefixed,
 )
+from layby.execution.faults import Faults
+from layby.execution.kv_file import KVFile
 from layby.sampling_params import SamplingParams
 
 logger = logging.getLogger("layby.engine")
@@ -184,6 +189,7 @@ class AsyncEngine:
         # Of the engine's thread; the forced end of a shutdown reads the first when that is stuck.
         self._streams: dict[str, RequestStream] = {}
         self._outbox: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
+        self._unfinished: UnfinishedKV | None = None  # of what was cut off
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> AsyncEngine:
@@ -210,11 +216,21 @@ class AsyncEngine:
             self._thread = threading.Thread(target=self._run, name="layby-engine", daemon=True)
             self._thread.start()
 
-    async def shutdown(self, drain_timeout_s: float = 30.0) -> None:
+    async def shutdown(
+        self,
+        drain_timeout_s: float = 30.0,
+        *,
+        save: Callable[[UnfinishedKV], Awaitable[None]] | None = None,
+    ) -> None:
         """Take nothing new, finish what was accepted, then free everything.
 
         What has not finished after ``drain_timeout_s`` seconds ends with ``abort`` and an
         EngineDrainingError in its last delta. May be called again.
+
+        Args:
+            drain_timeout_s: How long accepted work may go on.
+            save: Called then, if there is such work, with where its KV lies; the memory is freed
+                afterwards.
         """
         self.begin_drain()
         thread = self._thread
@@ -230,6 +246,9 @@ class AsyncEngine:
                     force_end = partial(stream._force_end, "abort", self._cut_off)
                     stream.loop.call_soon_threadsafe(force_end)
                 return
+        unfinished, self._unfinished = self._unfinished, None
+        if save is not None and unfinished is not None and unfinished.places:
+            await save(unfinished)
         self._engine.close()
 
     def begin_drain(self) -> None:
@@ -237,6 +256,11 @@ class AsyncEngine:
         with self._wake:
             self._draining = True
             self._wake.notify()
+
+    def break_off(self, timeout_s: float = 1.0) -> None:
+        """Save the recording, if there is one, before the process ends at once. For any thread."""
+        if self._engine.recorder is not None:
+            self._engine.recorder.break_off(timeout_s)
 
     async def __aenter__(self) -> AsyncEngine:
         await self.start()
@@ -290,14 +314,20 @@ class AsyncEngine:
         priority: int = 0,
         cache_salt: str = "",
         names_index: bool = False,
+        begins_text: bool = False,
     ) -> list[RequestStream]:
         """Queue a request for each prompt, or none of them if one is refused.
 
         Arguments and errors are those of ``submit``; with ``names_index`` the message of an error
-        begins with the prompt's number.
+        begins with the prompt's number; ``begins_text`` is that of PreparedRequest.
         """
         prepared = await self.prepare_all(
-            prompts, params, priority=priority, cache_salt=cache_salt, names_index=names_index
+            prompts,
+            params,
+            priority=priority,
+            cache_salt=cache_salt,
+            names_index=names_index,
+            begins_text=begins_text,
         )
         return await self.queue(prepared, names_index=names_index)
 
@@ -309,6 +339,7 @@ class AsyncEngine:
         priority: int = 0,
         cache_salt: str = "",
         names_index: bool = False,
+        begins_text: bool = False,
     ) -> list[PreparedRequest]:
         """The first half of ``submit_all``: every check that needs no look at the queues."""
         self._check_open()
@@ -317,11 +348,10 @@ class AsyncEngine:
             prepared = []
             for index, prompt in enumerate(prompts):
                 with prefixed(f"prompt[{index}]", when=names_index):
-                    prepared.append(
-                        self._engine.prepare(
-                            prompt, params, priority=priority, cache_salt=cache_salt
-                        )
+                    one = self._engine.prepare(
+                        prompt, params, priority=priority, cache_salt=cache_salt
                     )
+                    prepared.append(replace(one, begins_text=begins_text))
             return prepared
 
         return await self.prepare_in_time(prepare, _work_of(prompts))
@@ -393,17 +423,46 @@ class AsyncEngine:
 
         They are handed over in one command: the engine obeys only between two steps.
         """
-        loop = asyncio.get_running_loop()
-        streams = [RequestStream(self, one, loop) for one in prepared]
-        done = loop.create_future()
-        self._command(_Submit(prepared, streams, names_index, loop, done))
+        submit = self._new_submit(prepared, names_index=names_index)
+        self._command(submit)
         try:
-            await done
+            await submit.done
         except asyncio.CancelledError:
-            for stream in streams:
+            for stream in submit.streams:
                 stream.close()  # it may have been queued already
             raise
-        return streams
+        return submit.streams
+
+    async def queue_each(
+        self, groups: Sequence[list[PreparedRequest]]
+    ) -> list[list[RequestStream] | LaybyError]:
+        """The same for several groups, in this order and before one and the same step: what became
+        of each.
+
+        Raises:
+            EngineDrainingError, EngineDeadError, EngineUnavailableError: The engine takes none.
+        """
+        submits = [self._new_submit(prepared) for prepared in groups]
+        self._command(*submits)
+        outcomes: list[list[RequestStream] | LaybyError] = []
+        for submit in submits:
+            try:
+                await submit.done
+                outcomes.append(submit.streams)
+            except LaybyError as error:
+                outcomes.append(error)
+        return outcomes
+
+    def _new_submit(self, prepared: list[PreparedRequest], *, names_index: bool = False) -> _Submit:
+        loop = asyncio.get_running_loop()
+        streams = [RequestStream(self, one, loop) for one in prepared]
+        return _Submit(prepared, streams, names_index, loop, loop.create_future())
+
+    # --- from one process to the next ---
+
+    async def open_kept(self, path: Path, faults: Faults | None = None) -> KVFile | None:
+        """As :meth:`Engine.open_kept`."""
+        return await self._in_between(lambda engine: engine.open_kept(path, faults))
 
     # --- checks, safe in any thread ---
 
@@ -416,10 +475,17 @@ class AsyncEngine:
         cache_salt: str,
         age_s: float,
         outputs: Sequence[tuple[list[int], str | None]] = (),
+        kept: KVFile | None = None,
     ) -> PreparedRequest:
         """As :meth:`Engine.prepare_again`."""
         return self._engine.prepare_again(
-            prompt, params, priority=priority, cache_salt=cache_salt, age_s=age_s, outputs=outputs
+            prompt,
+            params,
+            priority=priority,
+            cache_salt=cache_salt,
+            age_s=age_s,
+            outputs=outputs,
+            kept=kept,
         )
 
     def encode(
@@ -447,20 +513,6 @@ class AsyncEngine:
         """
         await self._in_between(lambda engine: engine.resize_kv_pool(num_blocks))
         return await self._in_between(Engine.kv_pool_size)  # a busy engine takes a step meanwhile
-
-    def wish_kv_pool(self, num_blocks: int) -> None:
-        """The same from any thread, without waiting: for who watches the machine's memory.
-
-        What cannot be had is logged.
-        """
-
-        def report(_size: Any, error: Exception | None) -> None:
-            if error is not None:
-                logger.warning("the KV pool cannot be resized to %s blocks: %s", num_blocks, error)
-
-        call = _Call(lambda engine: engine.resize_kv_pool(num_blocks), report)
-        if not self._command(call):
-            report(None, EngineUnavailableError("the engine does not run"))
 
     def kv_pool_size(self) -> KVPoolSize:
         """Size of the device pool as of the engine's last step."""
@@ -559,18 +611,19 @@ class AsyncEngine:
             raise EngineUnavailableError("the engine does not run")
         return await done
 
-    def _command(self, command: _Command) -> bool:
-        """Leave a command for the engine's thread; False if nobody reads it any more.
+    def _command(self, *commands: _Command) -> bool:
+        """Leave commands of one kind for the engine's thread, to be obeyed before the same step;
+        False if nobody reads them any more.
 
         Raises:
-            EngineUnavailableError: It is a submission, and the engine takes none.
+            EngineUnavailableError: They are submissions, and the engine takes none.
         """
         with self._wake:
-            if isinstance(command, _Submit):
+            if any(isinstance(command, _Submit) for command in commands):
                 self._check_open()
             elif self._closed or self._thread is None:
                 return False
-            self._commands.append(command)
+            self._commands += commands
             self._wake.notify()
         return True
 
@@ -586,6 +639,7 @@ class AsyncEngine:
     def _run(self) -> None:
         try:
             while self._obey_commands():
+                self._engine.follow_memory()  # of an idle engine, too
                 if self._engine.has_unfinished:
                     self._post_all(self._engine.step())
         except BaseException as fault:
@@ -597,13 +651,15 @@ class AsyncEngine:
             self._close()
 
     def _obey_commands(self) -> bool:
-        """Do what was asked since the last step, waiting if there is nothing else to do.
+        """Do what was asked since the last step, waiting if there is nothing else to do; but not
+        beyond the time at which to look at the memory.
 
         False when the thread is to end: a shutdown, with nothing left to finish.
         """
         with self._wake:
             while not (self._commands or self._engine.has_unfinished or self._draining):
-                self._wake.wait()
+                if not self._wake.wait(self._engine.memory_wait_s):
+                    break
             commands, self._commands = self._commands, deque()
             draining, cut_off = self._draining, self._cut_off
         for command in commands:
@@ -614,10 +670,12 @@ class AsyncEngine:
             elif self._streams.get(command.stream.request_id) is command.stream:
                 self._abort(command.stream.request_id)
         if cut_off is not None:
+            self._unfinished = self._engine.unfinished_kv()
             for request_id in list(self._streams):
                 self._abort(request_id, cut_off)
         self._flush()  # so that refusals do not wait for the step
-        return self._engine.has_unfinished or not draining
+        # After a cut there is no other step: it might touch what is to be saved.
+        return cut_off is None and (self._engine.has_unfinished or not draining)
 
     def _submit(self, command: _Submit) -> None:
         error: Exception | None = None

@@ -6,9 +6,11 @@ import logging
 import os
 
 from layby.engine.config import GIB, EngineConfig
+from layby.engine.elastic import ElasticPool, elastic_pool
 from layby.engine.engine import Engine
 from layby.engine.memory import available_host_bytes
-from layby.engine.recorder import RecordedScheduler, Recorder, RecordingFile, check_recordable
+from layby.engine.recorder import RecordedScheduler, Recorder
+from layby.engine.recording import RecordingFile, check_recordable
 from layby.errors import counted
 from layby.scheduling import Scheduler
 
@@ -81,6 +83,14 @@ def build_engine(config: EngineConfig, *, allow_download: bool = True) -> Engine
         return executor.cache.most_blocks(free)
 
     max_model_len = resolved.max_model_len or geometry.context_length
+    elastic: ElasticPool | None = None
+    if config.elastic_memory:
+        elastic = elastic_pool(
+            executor.cache,
+            min_blocks=-(-max_model_len // resolved.block_size),
+            most_blocks=most_blocks,
+            device_memory=(lambda: torch.cuda.mem_get_info(device)) if on_cuda else None,
+        )
     logger.info(
         "%s in %s: KV cache %s (%.2f GiB), swap %s (%.2f GiB), on disk %s (%.2f GiB), context %s",
         model.name,
@@ -125,4 +135,5 @@ def build_engine(config: EngineConfig, *, allow_download: bool = True) -> Engine
         recorder=recorder,
         shed_load=config.shed_load,
         most_blocks=most_blocks,
+        elastic=elastic,
     )

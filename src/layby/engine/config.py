@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from layby.engine.recorder import KEPT_FILES
+from layby.engine.recording import KEPT_FILES
 from layby.errors import ConfigError, counted, shown
 from layby.scheduling.config import PREEMPTION_MODES, SchedulerConfig
 from layby.scheduling.policy import POLICIES
@@ -84,6 +84,12 @@ class EngineConfig:
     kv_cache_gib: float | None = _option(
         None, "Size of the device pool of KV cache, instead of num_blocks.", unit="GiB"
     )
+    elastic_memory: bool = _option(
+        False,
+        "Shrink the device pool while memory is short, by what the kernel reports of machine and "
+        "cgroup (CUDA: by its free memory), and grow it back afterwards; its size at the start is "
+        "the largest. docs/parking.md says when.",
+    )
     swap_gib: float | None = _option(
         None,
         "RAM for parked KV cache; 0: victims are recomputed. Never more than "
@@ -121,10 +127,15 @@ class EngineConfig:
         choices=tuple(POLICIES),
     )
     enable_prefix_caching: bool = _option(True, "Reuse the KV cache of equal prompt beginnings.")
-    watermark: float = _option(
+    headroom: float = _option(
         1.0,
         "Blocks kept free for every running sequence when another comes in.",
         unit="blocks",
+    )
+    watermark: float = _option(
+        0.0,
+        "Share of the device pool, from 0 to less than 1, that stays free for growth when somebody "
+        "comes in beside others of his class, where that is more than headroom.",
     )
     urgent_window: float = _option(
         30.0,
@@ -271,6 +282,11 @@ class EngineConfig:
         num_blocks = self._num_blocks(block_bytes, max_model_len, host_bytes, cuda_bytes)
         left_bytes = host_bytes - (num_blocks * block_bytes if cuda_bytes is None else 0)
         num_swap_blocks = self._num_swap_blocks(block_bytes, left_bytes)
+        if self.preemption_mode == "swap" and num_swap_blocks == 0:
+            logger.warning(
+                "preemption_mode is swap, but the swap pool has no block: "
+                "whoever is preempted will be computed again"
+            )
         return self._scheduler_config(
             num_blocks,
             num_swap_blocks,
@@ -361,6 +377,7 @@ class EngineConfig:
             preemption_mode=self.preemption_mode,
             policy=self.scheduling_policy,
             enable_prefix_caching=self.enable_prefix_caching,
+            headroom=self.headroom,
             watermark=self.watermark,
             urgent_window=self.urgent_window,
             background_tokens=self.background_tokens,

@@ -99,15 +99,25 @@ class Detokenizer:
         tokenizer: Knows the bytes of each token.
         stops: The request's stop strings.
         min_tokens: The text of this many first tokens is not searched for stop strings.
+        begins_text: The text stands for itself and does not go on with a prompt: a space in front
+            of it that is the tokenizer's own (SentencePiece) is no part of it.
     """
 
-    __slots__ = ("_decoder", "_matcher", "_tokenizer", "_unsearched_tokens")
+    __slots__ = ("_decoder", "_drops_space", "_matcher", "_tokenizer", "_unsearched_tokens")
 
-    def __init__(self, tokenizer: Tokenizer, stops: StopStrings, min_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stops: StopStrings,
+        min_tokens: int = 0,
+        *,
+        begins_text: bool = False,
+    ) -> None:
         self._tokenizer = tokenizer
         self._decoder = _Utf8Decoder(errors="replace")
         self._matcher = StopMatcher(stops)
         self._unsearched_tokens = min_tokens
+        self._drops_space = begins_text and tokenizer.strips_leading_space
 
     @property
     def stopped_by(self) -> str | None:
@@ -118,7 +128,11 @@ class Detokenizer:
         """Take tokens; return the text that can be shown now (possibly empty)."""
         shown = []
         for token in token_ids:
-            text = self._decoder.decode(self._tokenizer.token_bytes(token))
+            raw = self._tokenizer.token_bytes(token)
+            if self._drops_space and raw:
+                self._drops_space = False
+                raw = raw.removeprefix(b" ")
+            text = self._decoder.decode(raw)
             if self._unsearched_tokens > 0:
                 self._unsearched_tokens -= 1
             else:

@@ -29,6 +29,11 @@ class Tokenizer(Protocol):
         """Tokens with which the model ends an answer."""
         ...
 
+    @property
+    def strips_leading_space(self) -> bool:
+        """Whether the first token of a text carries a space that is not part of the text."""
+        ...
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``; with the model's own BOS where ``add_special_tokens``."""
         ...

@@ -1,7 +1,8 @@
 """What was accepted and not yet fetched, on disk: a process that ends, however, loses none of it.
 
-A state directory holds ``journal.sqlite3`` (with its ``-wal`` and ``-shm``) and ``lock``; nobody
-but its owner may look into it, and one process uses it at a time.
+A state directory holds ``journal.sqlite3`` (with its ``-wal`` and ``-shm``), ``lock`` and, between
+an orderly end and the next start, ``kv-cache``, that of what had not ended; nobody but its owner
+may look into it, and one process uses it at a time.
 
 The database is in WAL mode with ``synchronous=NORMAL``: a committed change is in the page cache of
 the system, so it survives whatever happens to the process (``kill -9``). A power cut may take the
@@ -36,6 +37,7 @@ MAX_RESULTS: Final = 10_000
 
 _DATABASE: Final = "journal.sqlite3"
 _LOCK: Final = "lock"
+_KV: Final = "kv-cache"
 _VERSION: Final = 1
 _PURGE_EVERY_S: Final = 30.0
 _SCHEMA: Final = """
@@ -202,6 +204,11 @@ class Journal:
             os.close(self._lock_file)
             raise
 
+    @property
+    def kv_path(self) -> Path:
+        """Where the KV cache of unfinished calls is kept for the next process."""
+        return self.directory / _KV
+
     def claim(self, identity: Mapping[str, str]) -> None:
         """Say what the answers of this process depend on; must be called before all that follows.
 
@@ -345,7 +352,7 @@ def _claim_directory(directory: Path) -> None:
         directory.mkdir(parents=True)
         directory.chmod(0o700)
     others = {entry.name for entry in directory.iterdir()} - {_LOCK}
-    strangers = sorted(name for name in others if not name.startswith(_DATABASE))
+    strangers = sorted(name for name in others if not name.startswith((_DATABASE, _KV)))
     if strangers:
         raise ConfigError(
             f"state_dir {directory} holds other files ({strangers[0]}): name a new or empty one"

@@ -7,14 +7,16 @@ import sys
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import FrameType, TracebackType
 from typing import Any
 
 from layby.engine.config import EngineConfig
-from layby.engine.engine import Engine, PreparedRequest
+from layby.engine.engine import Engine
 from layby.engine.interfaces import Tokenizer
 from layby.engine.metrics import EngineStats
 from layby.engine.outputs import CompletionOutput, RequestDelta, RequestOutput
+from layby.engine.preparation import PreparedRequest
 from layby.errors import EngineDeadError, InvalidRequestError, counted, prefixed, shown
 from layby.sampling_params import SamplingParams
 
@@ -88,7 +90,12 @@ class LLM:
         return self._run([(prompt, None) for prompt in many], params, priority, progress)
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        begins_text: bool = False,
     ) -> Generator[RequestDelta]:
         """Complete one prompt and yield what each step adds to the answer.
 
@@ -100,12 +107,15 @@ class LLM:
             prompt: Text or token ids.
             params: How to choose tokens; the defaults if None.
             priority: A smaller number is more urgent.
+            begins_text: The answer is a text of its own, as in a chat, and does not go on with the
+                prompt's.
 
         Raises:
             LaybyError: The request is refused, or failed; after the delta that carries the error.
         """
         with _interrupt_between_steps() as check:
-            request_id = self._engine.add_request(prompt, params, priority=priority)
+            prepared = self._engine.prepare(prompt, params, priority=priority)
+            request_id = self._engine.submit(replace(prepared, begins_text=begins_text))
             try:
                 while True:
                     check()
@@ -176,14 +186,13 @@ class LLM:
         with _interrupt_between_steps() as check:
             try:
                 prepared = []
-                for index, (prompt, _) in enumerate(prompts):
+                for index, (prompt, rendered) in enumerate(prompts):
                     check()
                     with prefixed(f"prompts[{index}]", when=len(prompts) > 1):
-                        prepared.append(
-                            self._engine.prepare(
-                                prompt, params_of[index], priority=priority_of[index]
-                            )
+                        one = self._engine.prepare(
+                            prompt, params_of[index], priority=priority_of[index]
                         )
+                        prepared.append(replace(one, begins_text=rendered is not None))
                 for index, one in enumerate(prepared):
                     with prefixed(f"prompts[{index}]", when=len(prompts) > 1):
                         request_id = self._engine.submit(one)

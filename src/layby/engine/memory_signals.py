@@ -1,12 +1,12 @@
 """What the kernel says about memory, and how large the KV pool should be in view of it.
 
-Three parts that know nothing of one another's inner life: :func:`read_signals` looks at the
-machine and at this process's cgroups, :class:`PoolAdvisor` turns what was read into a size (pure,
-driven by the times it is given), and :class:`MemoryWatcher` does both every second in a thread and
-tells whoever resizes the pool.
+Two parts that know nothing of one another's inner life: :func:`read_signals` looks at the machine
+and at this process's cgroups, and :class:`PoolAdvisor` turns what was read into a size (pure,
+driven by the times it is given). ``elastic.py`` asks both and makes it so.
 
-A *source* is the machine or a cgroup that has a limit. Of each, two things count: the room that is
-left, and how much of the time somebody stood still for want of memory (PSI, "some"). The rules:
+A *source* is the machine, a cgroup that has a limit, or a GPU. Of each, two things count: the room
+that is left, and how much of the time somebody stood still for want of memory (PSI, "some"). The
+rules:
 
 ========  ==========================================================================================
 shrink    At once, where a source has less room than 5% of its limit: by what is missing to 10%. Or
@@ -20,19 +20,13 @@ stay      Otherwise.
 
 from __future__ import annotations
 
-import logging
 import math
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from layby.engine.memory import cgroup_directories
 from layby.errors import ConfigError
-
-logger = logging.getLogger("layby.engine")
-
 
 # --- what the kernel says ---
 
@@ -42,7 +36,7 @@ class MemorySource:
     """Somebody who can run short of memory, at one moment.
 
     Attributes:
-        name: ``machine``, or the cgroup's path.
+        name: ``machine``, the cgroup's path, or the GPU's name.
         limit_bytes: What it has. Of a cgroup, the lower of ``memory.high`` and ``memory.max``.
         room_bytes: What is left of that; below 0 beyond ``memory.high``. File pages that nobody
             used lately count as room: the kernel gives them up as soon as they are wanted.
@@ -191,6 +185,10 @@ class PoolAdvisor:
         max_bytes: Largest pool.
         settings: The marks; the usual ones if None.
 
+    Attributes:
+        is_short: There was a reason to shrink, and since then ``calm_s`` seconds without one and
+            ``ample_room`` everywhere have not come together.
+
     Raises:
         ConfigError: There is no size between the two.
     """
@@ -205,6 +203,7 @@ class PoolAdvisor:
         self.min_bytes = min_bytes
         self.max_bytes = max_bytes
         self.settings = settings or AdviceSettings()
+        self.is_short = False
         self._stalled_us: dict[str, tuple[float, int]] = {}  # source → last reading
         self._last_short_s: float | None = None  # None before the first reading
         self._last_stall_shrink_s = self._last_growth_s = -math.inf
@@ -234,7 +233,7 @@ class PoolAdvisor:
         short = [one for one in sources if one.room_bytes < self._share("short_room", one)]
         if not (stalling or short):
             return self._grow(now, sources, pool_bytes, resident_bytes)
-        self._last_short_s = now
+        self._last_short_s, self.is_short = now, True
         advices = [self._shrink_for_room(one, resident_bytes) for one in short]
         if stalling and now - self._last_stall_shrink_s >= self.settings.stall_wait_s:
             self._last_stall_shrink_s = now
@@ -285,12 +284,15 @@ class PoolAdvisor:
     ) -> PoolAdvice:
         settings = self.settings
         assert self._last_short_s is not None  # set by the first reading
+        if now - self._last_short_s < settings.calm_s:
+            return PoolAdvice(pool_bytes)
+        if all(one.room_bytes >= self._share("ample_room", one) for one in sources):
+            self.is_short = False
         step = min(math.ceil(settings.grow_step * self.max_bytes), self.max_bytes - pool_bytes)
         owed = pool_bytes - resident_bytes
         if (
             step <= 0
             or not sources
-            or now - self._last_short_s < settings.calm_s
             or now - self._last_growth_s < settings.grow_wait_s
             or any(one.room_bytes - owed - step < self._share("ample_room", one) for one in sources)
         ):
@@ -301,72 +303,3 @@ class PoolAdvisor:
 
 def _mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.0f} MiB"
-
-
-# --- watching ---
-
-
-class MemoryWatcher:
-    """Reads the signals again and again, in a thread, and passes advice to change the pool on.
-
-    Args:
-        advisor: Makes advice of what was read; used by this watcher alone.
-        pool_bytes: Gives the size of the pool now; called in the watcher's thread.
-        on_advice: Takes advice other than to stay; called in the watcher's thread. If it fails,
-            that is logged, and the next advice comes all the same.
-        resident_bytes: See ``PoolAdvisor.advise``.
-        interval_s: Seconds between two readings.
-        read: Reads the signals.
-        clock: Seconds, monotonic.
-    """
-
-    def __init__(
-        self,
-        advisor: PoolAdvisor,
-        pool_bytes: Callable[[], int],
-        on_advice: Callable[[PoolAdvice], None],
-        *,
-        resident_bytes: Callable[[], int] | None = None,
-        interval_s: float = 1.0,
-        read: Callable[[], Sequence[MemorySource]] = read_signals,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._advisor = advisor
-        self._pool_bytes = pool_bytes
-        self._resident_bytes = resident_bytes
-        self._on_advice = on_advice
-        self._interval_s = interval_s
-        self._read = read
-        self._clock = clock
-        self._ending = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Begin to watch. Does nothing if it does already."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="layby-memory", daemon=True)
-            self._thread.start()
-
-    def stop(self) -> None:
-        """End the thread and wait for it; no advice comes afterwards."""
-        self._ending.set()
-        if self._thread is not None:
-            self._thread.join()
-
-    def look(self) -> PoolAdvice:
-        """Read once, and pass on what follows."""
-        pool_bytes = self._pool_bytes()
-        resident_bytes = None if self._resident_bytes is None else self._resident_bytes()
-        advice = self._advisor.advise(
-            self._clock(), self._read(), pool_bytes, resident_bytes=resident_bytes
-        )
-        if advice.target_bytes != pool_bytes:
-            self._on_advice(advice)
-        return advice
-
-    def _run(self) -> None:
-        while not self._ending.wait(self._interval_s):
-            try:
-                self.look()
-            except Exception:
-                logger.exception("could not follow the system's memory; trying again")

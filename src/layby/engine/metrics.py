@@ -61,6 +61,7 @@ class EngineStats(Mapping[str, Any]):
         swapped_out_blocks, swapped_in_blocks: Blocks moved to the swap pool, and back.
         demoted_blocks, promoted_blocks: Blocks moved from there to disk, and back.
         swap_faults: Transfers between RAM and disk that failed.
+        pool_shrinks, pool_growths: How often memory has called for another size of the device pool.
         kv_losses: Parked requests that had to be recomputed because of it, or for lack of room.
         kv_usage_max: Largest ``kv_usage`` at the end of a step.
         requests_accepted, requests_finished, requests_aborted: Totals; finished are those that
@@ -101,6 +102,8 @@ class EngineStats(Mapping[str, Any]):
     demoted_blocks: int = 0
     promoted_blocks: int = 0
     swap_faults: int = 0
+    pool_shrinks: int = 0
+    pool_growths: int = 0
     kv_losses: int = 0
     kv_usage_max: float = 0.0
     requests_accepted: int = 0
@@ -282,14 +285,27 @@ class _StatsCollector(Collector):
             "layby_kv_blocks_total", "Blocks of the device pool now.", value=stats.num_blocks
         )
         yield GaugeMetricFamily(
+            "layby_kv_blocks_target",
+            "Blocks that the device pool is to have.",
+            value=stats.num_target_blocks,
+        )
+        resizes = CounterMetricFamily(
+            "layby_kv_pool_resizes",
+            "How often memory has called for another size of the device pool.",
+            labels=["direction"],
+        )
+        resizes.add_metric(["shrink"], stats.pool_shrinks)
+        resizes.add_metric(["grow"], stats.pool_growths)
+        yield resizes
+        yield GaugeMetricFamily(
             "layby_preemption_rate", "Preemptions per request.", value=stats.preemption_rate
         )
-        pressure = GaugeMetricFamily(
-            "layby_pressure_state", "1 for the state of memory now, 0 for others.", labels=["state"]
+        yield _by_label(
+            GaugeMetricFamily,
+            "layby_pressure_state",
+            "1 for the state of memory now, 0 for others.",
+            state={state: float(state is stats.pressure) for state in PressureState},
         )
-        for state in PressureState:
-            pressure.add_metric([state], float(state is stats.pressure))
-        yield pressure
         yield GaugeMetricFamily(
             "layby_swapped_queue_growth",
             "Requests per second by which the swapped queue grows.",
@@ -300,22 +316,18 @@ class _StatsCollector(Collector):
             "Requests refused because memory was saturated.",
             value=stats.requests_shed,
         )
-        preemptions = CounterMetricFamily(
+        yield _by_label(
+            CounterMetricFamily,
             "layby_preemptions",
             "Requests that left the device before their end.",
-            labels=["mode"],
+            mode={"swap": stats.preemptions_swap, "recompute": stats.preemptions_recompute},
         )
-        preemptions.add_metric(["swap"], stats.preemptions_swap)
-        preemptions.add_metric(["recompute"], stats.preemptions_recompute)
-        yield preemptions
-        decisions = CounterMetricFamily(
+        yield _by_label(
+            CounterMetricFamily,
             "layby_preemption_decisions",
             "Preemptions whose way out was chosen by its cost.",
-            labels=["choice"],
+            choice={"swap": stats.decisions_swap, "recompute": stats.decisions_recompute},
         )
-        decisions.add_metric(["swap"], stats.decisions_swap)
-        decisions.add_metric(["recompute"], stats.decisions_recompute)
-        yield decisions
         yield CounterMetricFamily(
             "layby_recomputed_tokens",
             "Positions computed again after a preemption.",
@@ -333,30 +345,29 @@ class _StatsCollector(Collector):
         )
 
     def _tiers(self, stats: EngineStats) -> Iterator[Metric]:
-        usage = GaugeMetricFamily(
-            "layby_swap_usage", "Share of each tier of parked work in use, 0 to 1.", labels=["tier"]
+        yield _by_label(
+            GaugeMetricFamily,
+            "layby_swap_usage",
+            "Share of each tier of parked work in use, 0 to 1.",
+            tier={"ram": stats.swap_usage, "disk": stats.disk_usage},
         )
-        usage.add_metric(["ram"], stats.swap_usage)
-        usage.add_metric(["disk"], stats.disk_usage)
-        yield usage
-        moved = CounterMetricFamily(
+        yield _by_label(
+            CounterMetricFamily,
             "layby_swap_moved_blocks",
             "Blocks of parked work moved: device to RAM (out), RAM to disk (demote), and back.",
-            labels=["move"],
+            move={
+                "out": stats.swapped_out_blocks,
+                "in": stats.swapped_in_blocks,
+                "demote": stats.demoted_blocks,
+                "promote": stats.promoted_blocks,
+            },
         )
-        moved.add_metric(["out"], stats.swapped_out_blocks)
-        moved.add_metric(["in"], stats.swapped_in_blocks)
-        moved.add_metric(["demote"], stats.demoted_blocks)
-        moved.add_metric(["promote"], stats.promoted_blocks)
-        yield moved
-        faults = CounterMetricFamily(
+        yield _by_label(
+            CounterMetricFamily,
             "layby_swap_faults",
             "Transfers between RAM and disk that failed, by what went wrong.",
-            labels=["kind"],
+            kind=dict(sorted(dict(self._swap_faults).items())),
         )
-        for kind, count in sorted(dict(self._swap_faults).items()):
-            faults.add_metric([kind], count)
-        yield faults
         yield CounterMetricFamily(
             "layby_kv_losses",
             "Parked requests recomputed because of a fault, or because no tier had room.",
@@ -371,9 +382,8 @@ class _StatsCollector(Collector):
             ("kv_cache_usage_perc", "Share of the device pool in use, 0 to 1.", stats.kv_usage),
             ("cpu_cache_usage_perc", "Share of the swap pool in use, 0 to 1.", stats.swap_usage),
         ):
-            gauge = GaugeMetricFamily(f"vllm:{name}", help_text, labels=["model_name"])
-            gauge.add_metric([self._model_name], value)
-            yield gauge
+            of_model = {self._model_name: value}
+            yield _by_label(GaugeMetricFamily, f"vllm:{name}", help_text, model_name=of_model)
         for name, help_text, value in (
             (
                 "num_preemptions",
@@ -393,9 +403,8 @@ class _StatsCollector(Collector):
             ),
             ("prefix_cache_hits", "Tokens found there.", stats.prefix_cache_hit_tokens),
         ):
-            counter = CounterMetricFamily(f"vllm:{name}", help_text, labels=["model_name"])
-            counter.add_metric([self._model_name], value)
-            yield counter
+            of_model = {self._model_name: value}
+            yield _by_label(CounterMetricFamily, f"vllm:{name}", help_text, model_name=of_model)
         ended = CounterMetricFamily(
             "vllm:request_success",
             "Requests ended, by reason.",
@@ -404,6 +413,21 @@ class _StatsCollector(Collector):
         for reason, count in self._finished_by_reason.items():
             ended.add_metric([self._model_name, reason], count)
         yield ended
+
+
+def _by_label(
+    kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+    name: str,
+    help_text: str,
+    /,
+    **values: Mapping[str, float],
+) -> Metric:
+    """A family of one label: ``_by_label(kind, name, help, LABEL={value of the label: count})``."""
+    [(label, counts)] = values.items()
+    family = kind(name, help_text, labels=[label])
+    for value, count in counts.items():
+        family.add_metric([value], count)
+    return family
 
 
 class BusyLog:

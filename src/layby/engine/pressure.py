@@ -161,6 +161,14 @@ class PressureGauge:
         self.swapped_queue_growth = self._slope([load.swapped for _, load in self._looks])
         self._judge(load)
 
+    @property
+    def next_look_s(self) -> float:
+        """Before this time ``observe`` looks at nothing, unless the engine becomes idle; it may be
+        a hair too early. Minus infinity if the next look is the first."""
+        if not self._looks:
+            return -math.inf
+        return math.nextafter(self._looks[-1][0] + self._interval_s, -math.inf)
+
     def retry_after_s(self, backlog: int) -> float:
         """Seconds after which so many requests will have drained; 1 to ``MAX_RETRY_AFTER_S``.
 

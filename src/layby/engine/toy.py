@@ -17,6 +17,7 @@ class ByteTokenizer:
 
     BOS = 256
     EOS = 257
+    strips_leading_space = False
 
     def __init__(self, *, add_bos: bool = False, pieces: Sequence[bytes] = ()) -> None:
         self.add_bos = add_bos

@@ -15,18 +15,14 @@ import torch
 from torch import Tensor
 
 from layby.errors import ConfigError
+from layby.execution.block_io import BlockFaultError, expect_bytes, fault_of, inject
 from layby.execution.faults import Faults
 from layby.scheduling.plan import BlockMove, Transfer, TransferEnd
 
 _RUN_BLOCKS = 64
 """Most blocks of one call to the system."""
 
-_FAULT_NAMES = {errno.EIO: "eio", errno.ENOSPC: "enospc", errno.EDQUOT: "enospc"}
 _MIB = 2**20
-
-
-class _TransferError(Exception):
-    """A transfer failed; the argument is its fault in a word."""
 
 
 class _Job(NamedTuple):
@@ -103,6 +99,26 @@ class DiskTier:
             ends, self._ends = self._ends, []
         return ends
 
+    def export_blocks(self, blocks: Sequence[int]) -> memoryview:
+        """What blocks of the file hold, one after the other; beside transfers.
+
+        Raises:
+            OSError, BlockFaultError: They cannot be read as they were written.
+        """
+        content = memoryview(bytearray(len(blocks) * self._block_bytes))
+        for moves in _runs(_numbered(blocks), by_source=True):
+            self._read_run(moves[0].src, self._parts(content, moves))
+        return content
+
+    def import_blocks(self, blocks: Sequence[int], content: memoryview) -> None:
+        """Fill blocks of the file that no transfer is concerned with.
+
+        Raises:
+            OSError, BlockFaultError: They cannot be written.
+        """
+        for moves in _runs(_numbered(blocks), by_source=True):
+            self._write_run(moves[0].src, self._parts(content, moves))
+
     def close(self) -> None:
         """Stop the thread after the transfer it is at; the file and its blocks are gone."""
         with self._wake:
@@ -122,12 +138,8 @@ class DiskTier:
                 job.wait_ready()
                 for moves in _runs(job.transfer.moves, by_source=not job.is_write):
                     (self._write if job.is_write else self._read)(moves)
-            except _TransferError as error:
-                fault = str(error)
-            except OSError as error:
-                fault = _FAULT_NAMES.get(error.errno or 0, "other")
-            except Exception:  # it must be reported whatever it is, or the request waits for ever
-                fault = "other"
+            except Exception as error:  # reported whatever it is, or the request waits for ever
+                fault = fault_of(error)
             with self._wake:
                 self._num_pending -= 1
                 self._ends.append(TransferEnd(job.transfer.number, fault))
@@ -142,40 +154,43 @@ class DiskTier:
 
     def _write(self, moves: Sequence[BlockMove]) -> None:
         """Write blocks that follow each other in the file."""
-        self._inject("disk.write")
-        views = [self._view(move.src) for move in moves]
-        for move, view in zip(moves, views, strict=True):
-            self._checksums[move.dst] = zlib.crc32(view)
-        _expect(os.pwritev(self._file, views, moves[0].dst * self._block_bytes), views)
+        self._write_run(moves[0].dst, [self._view(move.src) for move in moves])
 
     def _read(self, moves: Sequence[BlockMove]) -> None:
         """Read blocks that follow each other in the file, and check them."""
-        corrupt = self._inject("disk.read")
-        views = [self._view(move.dst) for move in moves]
-        _expect(os.preadv(self._file, views, moves[0].src * self._block_bytes), views)
+        self._read_run(moves[0].src, [self._view(move.dst) for move in moves])
+
+    # --- in either thread ---
+
+    def _write_run(self, first: int, views: Sequence[memoryview]) -> None:
+        """Write the blocks of the file from ``first`` on."""
+        inject(self._faults, "disk.write")
+        for block, view in enumerate(views, start=first):
+            self._checksums[block] = zlib.crc32(view)
+        expect_bytes(os.pwritev(self._file, views, first * self._block_bytes), views)
+
+    def _read_run(self, first: int, views: Sequence[memoryview]) -> None:
+        """Read the blocks of the file from ``first`` on, and check them."""
+        corrupt = inject(self._faults, "disk.read")
+        expect_bytes(os.preadv(self._file, views, first * self._block_bytes), views)
         if corrupt:
             views[-1][-1] ^= 1
-        for move, view in zip(moves, views, strict=True):
-            if zlib.crc32(view) != self._checksums.get(move.src):
-                raise _TransferError("checksum")
-
-    def _inject(self, operation: str) -> bool:
-        """Fail if a fault is due; True if the data is to be falsified instead."""
-        kind = self._faults.draw(operation)
-        if kind in ("eio", "enospc"):
-            raise OSError(errno.EIO if kind == "eio" else errno.ENOSPC, "injected")
-        if kind == "short":
-            raise _TransferError("short")
-        return kind == "corrupt"
+        for block, view in enumerate(views, start=first):
+            if zlib.crc32(view) != self._checksums.get(block):
+                raise BlockFaultError("checksum")
 
     def _view(self, block: int) -> memoryview:
         """A block of the pool."""
         return self._blocks[block * self._block_bytes : (block + 1) * self._block_bytes]
 
+    def _parts(self, content: memoryview, moves: Sequence[BlockMove]) -> list[memoryview]:
+        size = self._block_bytes
+        return [content[move.dst * size : (move.dst + 1) * size] for move in moves]
 
-def _expect(num_bytes: int, views: Sequence[memoryview]) -> None:
-    if num_bytes != sum(map(len, views)):
-        raise _TransferError("short")
+
+def _numbered(blocks: Sequence[int]) -> list[BlockMove]:
+    """Each block, and its place in what holds them one after the other."""
+    return [BlockMove(block, place) for place, block in enumerate(blocks)]
 
 
 def _runs(moves: Sequence[BlockMove], *, by_source: bool) -> Iterator[list[BlockMove]]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from layby.scheduling.kept import Tier
 from layby.scheduling.plan import StepPlan, TransferEnd
 
 
@@ -53,8 +55,26 @@ class StepResult:
     moved_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class BlockFormat:
+    """What the blocks of an executor look like outside their pools.
+
+    Attributes:
+        name: Executors of one name understand each other's blocks.
+        num_bytes: Of a block.
+    """
+
+    name: str
+    num_bytes: int
+
+
 class Executor(Protocol):
     """Runs step plans. The torch executor runs a model; others imitate one."""
+
+    @property
+    def block_format(self) -> BlockFormat:
+        """How blocks are exported."""
+        ...
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Do the plan's block moves in order, then its forward pass, and sample.
@@ -65,6 +85,22 @@ class Executor(Protocol):
 
         Raises:
             Exception: The step failed as a whole; nothing of it may be used.
+        """
+        ...
+
+    def export_blocks(self, tier: Tier, blocks: Sequence[int]) -> memoryview:
+        """A copy of what blocks of a pool hold, one after the other; between two steps.
+
+        Raises:
+            OSError, BlockFaultError: The disk does not give them as they were written.
+        """
+        ...
+
+    def import_blocks(self, tier: Tier, blocks: Sequence[int], content: memoryview) -> None:
+        """Fill blocks in RAM or on disk with what was exported; between two steps.
+
+        Raises:
+            OSError, BlockFaultError: The disk does not take them.
         """
         ...
 

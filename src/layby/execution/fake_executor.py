@@ -8,12 +8,14 @@ moves the wrong block, frees one too early or trusts a stale cache is caught at 
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
-from layby.execution.executor import PositionLogprobs, StepResult, TokenLogprob
+from layby.execution.executor import BlockFormat, PositionLogprobs, StepResult, TokenLogprob
 from layby.sampling_params import SamplingParams
+from layby.scheduling.kept import Tier
 from layby.scheduling.plan import (
     BlockMove,
     ScheduledSequence,
@@ -27,6 +29,9 @@ Script = Mapping[str, Seq[int]] | Callable[[Sequence], int | None]
 """Forced tokens: output token ids by request id, or the next one for a sequence (None: no wish)."""
 
 _MASK = 2**64 - 1
+_SLOT = struct.Struct("<qQ")
+_UNWRITTEN = -1
+"""Position of an exported slot in which nothing was stored."""
 
 
 class _Slot(NamedTuple):
@@ -115,6 +120,31 @@ class FakeExecutor:
         self._begin_transfers(plan.demote, self._swap, self._disk)
         self._begin_transfers(plan.promote, self._disk, self._swap)
         return result
+
+    @property
+    def block_format(self) -> BlockFormat:
+        """See ``Executor``."""
+        return BlockFormat("imitated", self.block_size * _SLOT.size)
+
+    def export_blocks(self, tier: Tier, blocks: Seq[int]) -> memoryview:
+        """See ``Executor``."""
+        content = bytearray()
+        for number in blocks:
+            block = self._pool(tier).read(number)
+            content += b"".join(_SLOT.pack(*slot) for slot in block)
+            content += _SLOT.pack(_UNWRITTEN, 0) * (self.block_size - len(block))
+        return memoryview(content)
+
+    def import_blocks(self, tier: Tier, blocks: Seq[int], content: memoryview) -> None:
+        """See ``Executor``."""
+        assert tier is not Tier.DEVICE, "blocks are imported into RAM or onto disk"
+        slots = [_Slot(*values) for values in _SLOT.iter_unpack(content)]
+        for place, number in enumerate(blocks):
+            block = slots[place * self.block_size : (place + 1) * self.block_size]
+            self._pool(tier).write(number, [s for s in block if s.position != _UNWRITTEN])
+
+    def _pool(self, tier: Tier) -> _Pool:
+        return {Tier.DEVICE: self._device, Tier.RAM: self._swap, Tier.DISK: self._disk}[tier]
 
     def release(self, request_id: str) -> None:
         """See ``Executor``."""

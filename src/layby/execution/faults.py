@@ -2,7 +2,8 @@
 
 ``LAYBY_FAULTS="disk.read=eio:0.1,disk.read=corrupt:0.01,disk.write=enospc:0.05,seed=1"`` lets one
 read in ten fail, one in a hundred return other bytes than were written, and one write in twenty
-find no room. Which, is drawn from ``seed`` (0 by default). Off by default.
+find no room. ``state.read`` and ``state.write`` are the same for the KV cache that a state
+directory keeps for the next process. Which, is drawn from ``seed`` (0 by default). Off by default.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ VARIABLE = "LAYBY_FAULTS"
 KINDS = {
     "disk.read": ("eio", "short", "corrupt"),
     "disk.write": ("eio", "enospc", "short"),
+    "state.read": ("eio", "short", "corrupt"),
+    "state.write": ("eio", "enospc", "short"),
 }
 """What can be made to happen to each operation."""
 

@@ -49,14 +49,16 @@ class HostMemory:
         """All of it as ``[num_bytes]`` uint8; keeps the memory alive."""
         return torch.frombuffer(self._map, dtype=torch.uint8)
 
-    def give_back(self, first_byte: int) -> None:
-        """Return what lies from ``first_byte`` on to the system; it reads as zeros afterwards.
+    def give_back(self, first_byte: int, end_byte: int | None = None) -> None:
+        """Return what lies from ``first_byte`` to before ``end_byte`` (None: the end) to the
+        system; it reads as zeros afterwards.
 
-        Whole pages only, so that nothing before ``first_byte`` is touched.
+        Whole pages only, so that nothing around it is touched.
         """
         start = -(-first_byte // mmap.PAGESIZE) * mmap.PAGESIZE
-        if start < len(self._map):
-            self._map.madvise(mmap.MADV_DONTNEED, start)
+        end = len(self._map) if end_byte is None else end_byte // mmap.PAGESIZE * mmap.PAGESIZE
+        if start < end:
+            self._map.madvise(mmap.MADV_DONTNEED, start, end - start)
 
 
 def installed_bytes() -> int:

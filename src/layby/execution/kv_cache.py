@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
@@ -12,6 +13,8 @@ from layby.execution.host_memory import HostMemory, installed_bytes
 from layby.execution.staging import STAGED_BYTES, CudaLane, Lane, Staging
 from layby.models.network import KVFormat
 from layby.scheduling.plan import BlockMove
+
+logger = logging.getLogger("layby.execution")
 
 _STAGED_BLOCKS = 64
 """Blocks that a swap copies at once: bounds the memory it borrows."""
@@ -26,7 +29,8 @@ class KVCache:
 
     The device pool can change its size. On a CPU it does so in place, and what it gives up goes
     back to the system at once. A GPU offers no such thing: there the blocks are copied into a
-    tensor of the new size, and for that moment there must be room for both.
+    tensor of the new size, and for that moment there must be room for both. The memory of swap
+    blocks that nobody uses can go back to the system as well, on a CPU.
 
     On a GPU the swap pool is pinned, and moves from and to it overlap the forward passes, see
     ``layby.execution.staging``.
@@ -63,20 +67,26 @@ class KVCache:
             except (RuntimeError, MemoryError) as error:
                 raise ConfigError(_too_large(what, count, size, where.type, error)) from error
 
+        def reserve(what: str, count: int, most_bytes: int) -> tuple[HostMemory, Tensor]:
+            try:
+                host = HostMemory(count * size, most_bytes)
+            except MemoryError as error:
+                raise ConfigError(_too_large(what, count, size, "cpu", error)) from error
+            most = host.num_bytes // size
+            return host, host.tensor()[: most * size].view(dtype).view(most, *block)
+
         self.block_bytes = size
         self._host: HostMemory | None = None
+        self._swap_host: HostMemory | None = None
         if on_gpu:
             self.pool = allocate("device", num_blocks, device)
         else:
-            try:
-                self._host = HostMemory(num_blocks * size, installed_bytes())
-            except MemoryError as error:
-                raise ConfigError(_too_large("device", num_blocks, size, "cpu", error)) from error
-            count = self._host.num_bytes // size
-            whole = self._host.tensor()[: count * size].view(dtype).view(count, *block)
-            self._whole = whole
-            self.pool = whole[:num_blocks]
-        self.swap_pool = allocate("swap", num_swap_blocks, torch.device("cpu"))
+            self._host, self._whole = reserve("device", num_blocks, installed_bytes())
+            self.pool = self._whole[:num_blocks]
+        if on_gpu or num_swap_blocks == 0:
+            self.swap_pool = allocate("swap", num_swap_blocks, torch.device("cpu"))
+        else:
+            self._swap_host, self.swap_pool = reserve("swap", num_swap_blocks, 0)
         self._blocks, self._parked = _words(self.pool, size), _words(self.swap_pool, size)
         self._staging: Staging | None = None
         if lane is None and on_gpu:
@@ -95,6 +105,22 @@ class KVCache:
             return max(self.num_blocks, free_bytes // self.block_bytes)
         return min(len(self._whole), self.num_blocks + free_bytes // self.block_bytes)
 
+    def give_back_parked(self, blocks: Sequence[int]) -> None:
+        """Return the memory of swap blocks that nobody uses to the system.
+
+        Nothing happens on a GPU, whose swap pool is pinned. Parts of pages stay.
+
+        Args:
+            blocks: In order.
+        """
+        if self._swap_host is None or not blocks:
+            return
+        size, first = self.block_bytes, blocks[0]
+        for block, following in zip(blocks, [*blocks[1:], -1], strict=True):
+            if following != block + 1:
+                self._swap_host.give_back(first * size, (block + 1) * size)
+                first = following
+
     @torch.inference_mode()
     def resize(self, num_blocks: int) -> None:
         """Give the device pool so many blocks, at most ``most_blocks``. Those that stay keep their
@@ -104,7 +130,7 @@ class KVCache:
                 self._host.give_back(num_blocks * self.block_bytes)
             self.pool = self._whole[:num_blocks]
         else:
-            self.pool = _moved_to_other_size(self.pool, num_blocks)
+            self.pool = self._copied_to_other_size(num_blocks)
         self._blocks = _words(self.pool, self.block_bytes)
         if self._host is None:
             torch.cuda.empty_cache()  # else torch would keep what the old pool had
@@ -161,6 +187,23 @@ class KVCache:
         staged = self._blocks.index_select(0, self._index([move.src for move in moves]))
         self._blocks.index_copy_(0, self._index([move.dst for move in moves]), staged)
 
+    @torch.inference_mode()
+    def export_blocks(self, blocks: Sequence[int], *, parked: bool) -> memoryview:
+        """A copy of what device blocks, or parked ones, hold, one after the other."""
+        self.synchronize()
+        pool = self._parked if parked else self._blocks
+        index = torch.tensor(blocks, dtype=torch.int64, device=pool.device)
+        copied = pool.index_select(0, index).cpu()
+        return memoryview(copied.view(torch.uint8).reshape(-1).numpy().data)
+
+    @torch.inference_mode()
+    def import_parked(self, blocks: Sequence[int], content: memoryview) -> None:
+        """Fill blocks of the swap pool."""
+        self.overwritten(blocks)
+        self.synchronize()
+        words = torch.frombuffer(content, dtype=self._parked.dtype).view(len(blocks), -1)
+        self._parked.index_copy_(0, torch.tensor(blocks, dtype=torch.int64), words)
+
     def fence(self) -> Callable[[], None]:
         """A function that returns when the copies between the pools begun so far are done, and the
         swap pool's bytes may be read or written by other means."""
@@ -172,17 +215,23 @@ class KVCache:
         if self.pool.device.type == "cuda":
             torch.cuda.synchronize(self.pool.device)
 
+    def _copied_to_other_size(self, num_blocks: int) -> Tensor:
+        """A pool of so many blocks that begins as the old one does; a part of the old one where a
+        smaller one has no room beside it. It has never run on a GPU."""
+        kept = min(num_blocks, self.num_blocks)
+        try:
+            with torch.inference_mode(False):  # else it could be written in inference mode alone
+                pool = self.pool.new_empty((num_blocks, *self.pool.shape[1:]))
+        except torch.OutOfMemoryError:
+            if num_blocks > kept:
+                raise
+            logger.warning("no room to copy %d blocks: the old pool keeps its memory", num_blocks)
+            return self.pool[:kept]
+        pool[:kept].copy_(self.pool[:kept])
+        return pool
+
     def _index(self, blocks: Sequence[int]) -> Tensor:
         return torch.tensor(blocks, dtype=torch.int64, device=self.pool.device)
-
-
-def _moved_to_other_size(pool: Tensor, num_blocks: int) -> Tensor:
-    """A pool of so many blocks that begins as the old one does."""
-    with torch.inference_mode(False):  # else it could be written in inference mode alone
-        pool_of_other_size = pool.new_empty((num_blocks, *pool.shape[1:]))
-    kept = min(num_blocks, len(pool))
-    pool_of_other_size[:kept].copy_(pool[:kept])
-    return pool_of_other_size
 
 
 def _too_large(what: str, count: int, block_bytes: int, where: str, why: Exception) -> str:

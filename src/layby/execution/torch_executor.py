@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 
 import numpy as np
@@ -12,12 +12,13 @@ from torch import Tensor
 from layby.errors import ConfigError
 from layby.execution.batch import BatchBuilder, StepBatch
 from layby.execution.disk_tier import DiskTier
-from layby.execution.executor import PositionLogprobs, StepResult
+from layby.execution.executor import BlockFormat, PositionLogprobs, StepResult
 from layby.execution.faults import Faults
 from layby.execution.kv_cache import KVCache
 from layby.execution.sampler import Sampler, describe, log_probabilities, sampling_params
 from layby.execution.stopwatch import Stopwatch
 from layby.models.network import Network
+from layby.scheduling.kept import Tier
 from layby.scheduling.plan import StepPlan
 from layby.scheduling.request import Request
 
@@ -96,6 +97,29 @@ class TorchExecutor:
             wait_s = 0.0 if plan.scheduled else _DISK_PATIENCE_S
             result.transfer_ends = self._disk.ends(wait_s=wait_s)
         return result
+
+    @property
+    def block_format(self) -> BlockFormat:
+        """See ``Executor``."""
+        kv_format = self.model.kv_format(self.block_size)
+        name = f"{self.model.name} {kv_format.dtype} {list(kv_format.shape)}"
+        return BlockFormat(name, kv_format.block_bytes)
+
+    def export_blocks(self, tier: Tier, blocks: Sequence[int]) -> memoryview:
+        """See ``Executor``."""
+        if tier is Tier.DISK:
+            assert self._disk is not None  # else nothing could lie there
+            return self._disk.export_blocks(blocks)
+        return self.cache.export_blocks(blocks, parked=tier is Tier.RAM)
+
+    def import_blocks(self, tier: Tier, blocks: Sequence[int], content: memoryview) -> None:
+        """See ``Executor``."""
+        if tier is Tier.RAM:
+            self.cache.import_parked(blocks, content)
+        else:
+            assert tier is Tier.DISK
+            assert self._disk is not None
+            self._disk.import_blocks(blocks, content)
 
     def release(self, request_id: str) -> None:
         """See ``Executor``."""

@@ -92,7 +92,8 @@ class Tokenizer:
         eos_ids: Tokens that end a sequence.
         strips_leading_space: A text's first token carries a space that is not part of the text
             (SentencePiece). ``decode`` drops it; whoever joins ``token_bytes`` of a whole text
-            drops one leading space in the same way.
+            drops one leading space in the same way, as the engine does for an answer in a chat.
+            The continuation of a prompt keeps it: there it is part of the text.
     """
 
     def __init__(

@@ -13,6 +13,7 @@ from layby.scheduling.blocks import BlockPool, OutOfBlocksError, PoolState
 from layby.scheduling.budget import SchedulingBudget
 from layby.scheduling.config import SchedulerConfig
 from layby.scheduling.costs import Decision, MoveCosts
+from layby.scheduling.kept import KVPlace, KVTables, Tier
 from layby.scheduling.memory import KVMemory
 from layby.scheduling.metrics import SchedulerMetrics
 from layby.scheduling.plan import (
@@ -45,6 +46,8 @@ __all__ = [
     "MoveCosts",
     "IllegalTransitionError",
     "KVMemory",
+    "KVPlace",
+    "KVTables",
     "OutOfBlocksError",
     "Phase",
     "Policy",
@@ -61,6 +64,7 @@ __all__ = [
     "Sequence",
     "StepPlan",
     "SwappedFirst",
+    "Tier",
     "Transfer",
     "TransferEnd",
 ]

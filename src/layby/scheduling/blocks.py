@@ -50,6 +50,7 @@ class BlockPool:
         "_free",
         "_index",
         "_ref_counts",
+        "_touched",
         "limit",
         "num_stranded",
     )
@@ -60,6 +61,7 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._evictable: OrderedDict[int, None] = OrderedDict()
         self._ref_counts = [0] * num_blocks
+        self._touched = bytearray(num_blocks)  # 1: handed out since its memory was given back
         self._content: dict[int, Hashable] = {}  # block → content address
         self._index: dict[Hashable, int] = {}  # content address → block
 
@@ -113,7 +115,7 @@ class BlockPool:
             del self._index[self._content.pop(block)]
             blocks.append(block)
         for block in blocks:
-            self._ref_counts[block] = 1
+            self._ref_counts[block] = self._touched[block] = 1
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
@@ -178,6 +180,8 @@ class BlockPool:
         self._free = list(state.free)
         self._evictable = OrderedDict.fromkeys(content)
         self._content, self._index = content, index
+        for block in content:
+            self._touched[block] = 1
 
     # --- another size ---
 
@@ -196,6 +200,7 @@ class BlockPool:
                 self._forget(block)
         else:
             counts += [0] * (num_blocks - len(counts))
+            self._touched += bytes(len(counts) - len(self._touched))
             opened = [block for block in range(before, num_blocks) if counts[block] == 0]
             self._free = opened[::-1] + self._free  # the lower ones are taken first
         self.num_stranded = sum(count > 0 for count in counts[num_blocks:])
@@ -218,6 +223,23 @@ class BlockPool:
         """Forget the block numbers that are given up; nothing may be stranded."""
         assert self.num_stranded == 0, f"{self.num_stranded} blocks from {self.limit} on are held"
         del self._ref_counts[self.limit :]
+        del self._touched[self.limit :]
+
+    # --- the memory behind it ---
+
+    @property
+    def num_touched(self) -> int:
+        """Blocks that were handed out since their memory was last given back: only these take
+        any. Costs O(size of the pool)."""
+        return self._touched.count(1)
+
+    def reclaim(self) -> list[int]:
+        """The touched ones among the blocks that nobody can read, in order: their memory is to be
+        given back now. Costs O(size of the pool)."""
+        blocks = sorted(block for block in self._free if self._touched[block])
+        for block in blocks:
+            self._touched[block] = 0
+        return blocks
 
     def _forget(self, block: int) -> None:
         """The block's content cannot be found any more."""
@@ -234,6 +256,8 @@ class BlockPool:
         total = len(self._free) + len(self._evictable) + held
         assert total == self.num_blocks, f"{total} blocks accounted for of {self.num_blocks}"
         assert self.num_stranded == sum(count > 0 for count in self._ref_counts[self.limit :])
+        assert len(self._touched) == len(self._ref_counts)
+        assert all(self._touched[b] for b, count in enumerate(self._ref_counts) if count)
         assert all(block < self.limit for block in (*self._free, *self._evictable))
         assert all(self._ref_counts[b] == 0 and b not in self._content for b in self._free)
         assert all(self._ref_counts[b] == 0 and b in self._content for b in self._evictable)

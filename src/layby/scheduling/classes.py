@@ -14,6 +14,7 @@ than places.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import NamedTuple
@@ -77,9 +78,11 @@ class Classes:
     # --- aging ---
 
     @property
-    def may_rise(self) -> bool:
-        """Whether time alone changes the class of somebody."""
-        return len(self._rising) > 0
+    def next_rise(self) -> float:
+        """When time alone changes the class of somebody next, in seconds on the clock; infinity if
+        it does not."""
+        request = self._rising.head
+        return math.inf if request is None else self._next_rise(request)[0]
 
     def begin_wait(self, request: Request, since: float) -> None:
         """The request waits, or is parked, since that time; what it waited before counts, too."""

@@ -28,7 +28,9 @@ class SchedulerConfig:
             ``recompute`` never swaps.
         policy: ``swapped-first``, ``running-first``, ``recompute-only`` or ``reserve``.
         enable_prefix_caching: Reuse full blocks by content.
-        watermark: Blocks kept free per running sequence when work is resumed or admitted.
+        headroom: Blocks kept free per running sequence when work is resumed or admitted.
+        watermark: Share of the device pool kept free then, where that is more. No obstacle to the
+            first of a class, nor to one who is more urgent than somebody who runs.
         urgent_window: Seconds for which less urgent newcomers leave room for what more urgent
             classes came to need; 0: none.
         background_tokens: Most prompt tokens per step, beyond one per sequence, for classes less
@@ -55,7 +57,8 @@ class SchedulerConfig:
     preemption_mode: str = "auto"
     policy: str = "swapped-first"
     enable_prefix_caching: bool = True
-    watermark: float = 1.0
+    headroom: float = 1.0
+    watermark: float = 0.0
     urgent_window: float = 0.0
     background_tokens: int = 48
     preemption_threshold: float = 1.0
@@ -83,9 +86,12 @@ class SchedulerConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise ConfigError(f"{name} must be an integer of at least {low}, got {value!r}")
-        if not (isinstance(self.watermark, int | float) and 0 <= self.watermark < math.inf):
+        if not (isinstance(self.headroom, int | float) and 0 <= self.headroom < math.inf):
+            raise ConfigError(f"headroom must be a finite number from 0 up, got {self.headroom!r}")
+        if not (isinstance(self.watermark, int | float) and 0 <= self.watermark < 1):
             raise ConfigError(
-                f"watermark must be a finite number from 0 up, got {self.watermark!r}"
+                f"watermark must be a share of the device pool, from 0 to less than 1, "
+                f"got {self.watermark!r}; blocks per running sequence are the headroom"
             )
         if not (isinstance(self.urgent_window, int | float) and 0 <= self.urgent_window < math.inf):
             raise ConfigError(

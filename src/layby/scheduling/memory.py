@@ -16,13 +16,13 @@ One verb per move, each with the question that must be asked first::
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass
 
 from layby.scheduling.blocks import BlockPool
 from layby.scheduling.costs import LeavingLoad
 from layby.scheduling.plan import BlockMove
-from layby.scheduling.request import Request, Sequence
+from layby.scheduling.request import Request, RequestStatus, Sequence
 
 
 @dataclass(slots=True)
@@ -114,15 +114,18 @@ class KVMemory:
         return len({slot for seq in request.sequences for slot in seq.swap_table})
 
     def would_fit(self, newcomer: Request, *, without: list[Request], headroom: int) -> bool:
-        """Whether a waiting request could be admitted if ``without`` had left the device.
+        """Whether a waiting or parked request could come in if ``without`` had left the device.
 
         Cached blocks that only they hold would be free, so the newcomer would have to take them.
         """
         holders = Counter(b for r in without for seq in r.sequences for b in seq.block_table)
         freed = {block for block, count in holders.items() if self.device.ref_count(block) == count}
-        placements = self._place(newcomer)
-        reused = {block for placed in placements for block in placed.cached}
-        needed = self._need(placements) + len(reused & freed)
+        if newcomer.status is RequestStatus.SWAPPED:
+            needed = self.resume_need(newcomer, freed=freed)
+        else:
+            placements = self._place(newcomer)
+            reused = {block for placed in placements for block in placed.cached}
+            needed = self._need(placements) + len(reused & freed)
         return needed + headroom <= self.device.num_free + len(freed)
 
     # --- waiting → device ---
@@ -371,8 +374,11 @@ class KVMemory:
             )
         )
 
-    def resume_need(self, request: Request) -> int:
-        """Device blocks to take for a parked request: its own, and those of its next tokens."""
+    def resume_need(self, request: Request, *, freed: Collection[int] = ()) -> int:
+        """Device blocks to take for a parked request: its own, and those of its next tokens.
+
+        ``freed`` are held, but will not be.
+        """
         need = 0
         seen: set[int] = set()
         writers: Counter[int] = Counter()
@@ -382,7 +388,7 @@ class KVMemory:
                 if slot not in seen:
                     seen.add(slot)
                     found = self._find_parked(seq, place)
-                    need += found is None or self.device.ref_count(found) == 0
+                    need += found is None or found in freed or self.device.ref_count(found) == 0
             place, offset = divmod(seq.num_computed, self.block_size)
             if offset:
                 writers[seq.swap_table[place]] += 1

@@ -32,9 +32,9 @@ class Policy:
     resumes_after_preemption = True
     parks_for_urgent = True
 
-    def __init__(self, *, preemption_mode: str, watermark: float) -> None:
+    def __init__(self, *, preemption_mode: str, headroom: float) -> None:
         self.preemption_mode = preemption_mode
-        self.watermark = watermark
+        self.headroom = headroom
 
     def urgency(self, request: Request) -> Urgency:
         """Place within every queue: class, then arrival; ``order`` settles ties."""
@@ -69,7 +69,7 @@ class Policy:
 
         ``num_seqs`` is the number of sequences of the running requests.
         """
-        return -int(-self.watermark * num_seqs // 1)
+        return -int(-self.headroom * num_seqs // 1)
 
     def admission_blocks(self, memory: KVMemory, request: Request, needed: int) -> int:
         """Blocks that must be there to admit a request which takes ``needed`` at once."""

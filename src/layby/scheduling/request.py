@@ -23,7 +23,11 @@ class RequestStatus(Enum):
 
 
 _NEXT = {
-    RequestStatus.WAITING: {RequestStatus.RUNNING, RequestStatus.FINISHED},
+    RequestStatus.WAITING: {
+        RequestStatus.RUNNING,
+        RequestStatus.SWAPPED,  # only as it comes in, parked by an earlier process
+        RequestStatus.FINISHED,
+    },
     RequestStatus.RUNNING: {
         RequestStatus.SWAPPED,
         RequestStatus.WAITING,  # by recompute only
@@ -358,7 +362,8 @@ class Request:
     def continue_from(self, outputs: SequenceOf[tuple[list[int], FinishReason | None]]) -> None:
         """Take up the samples where an earlier process left them; before the request is added.
 
-        Their KV is computed again from their tokens, as after a preemption by recompute.
+        Their KV is computed again from their tokens, as after a preemption by recompute, unless
+        it has been kept (``Scheduler.add_parked``).
 
         Args:
             outputs: For every sample its output tokens, at least one, and why it ended.

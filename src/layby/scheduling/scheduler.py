@@ -17,6 +17,7 @@ from layby.scheduling.classes import Classes
 from layby.scheduling.config import SchedulerConfig
 from layby.scheduling.costs import Decision, MoveCosts, decide
 from layby.scheduling.intake import Intake
+from layby.scheduling.kept import KVPlace, KVTables, check_kept, locate, take_place
 from layby.scheduling.memory import KVMemory
 from layby.scheduling.metrics import SchedulerMetrics
 from layby.scheduling.plan import (
@@ -120,7 +121,7 @@ class Scheduler:
         self.config = config
         self.clock = clock
         self.policy = policy or POLICIES[config.policy](
-            preemption_mode=config.preemption_mode, watermark=config.watermark
+            preemption_mode=config.preemption_mode, headroom=config.headroom
         )
         self.memory = KVMemory(
             config.num_blocks,
@@ -171,6 +172,48 @@ class Scheduler:
             RequestTooLargeError: It would not fit in the device pool even alone.
             QueueFullError: ``max_queue`` is reached.
         """
+        self._check_new(request, was_accepted=was_accepted)
+        self._take_in(request)
+        self.waiting.add(request)
+        self._num_queued_seqs += request.n
+
+    def add_parked(self, request: Request, kept: KVTables) -> KVPlace | None:
+        """Put a request in the swapped queue whose KV an earlier process has kept.
+
+        Its blocks are taken, and must be filled before the next step; if they cannot be, call
+        ``lose_kv``. Who was parked by the end of a process is treated as who was preempted.
+
+        Args:
+            request: As for ``add_request``; an earlier process accepted it.
+            kept: What is kept of it, in blocks of any numbers.
+
+        Returns:
+            The blocks to fill, in RAM or on disk, in the order of ``kept``. None if there is no
+            room for them: the request has not been added.
+
+        Raises:
+            InvalidRequestError, RequestTooLargeError: As ``add_request``.
+            ValueError: It cannot go on from what is kept.
+        """
+        self._check_new(request, was_accepted=True)
+        check_kept(self.memory, request, kept)
+        place = take_place(self.memory, request, kept)
+        if place is None:
+            return None
+        self._take_in(request)
+        request.move_to(RequestStatus.SWAPPED)
+        request.swapped_since = self.clock()
+        request.num_preemptions = 1
+        self.swapped.add(request)
+        self.tiers.reorder()
+        self._num_placed_seqs += request.num_live_seqs
+        return place
+
+    def locate_kv(self, request: Request) -> KVPlace | None:
+        """Where the KV of a live request lies, between two steps; None: there is none of use."""
+        return locate(self.memory, request, is_in_ram=self.tiers.is_in_ram(request))
+
+    def _check_new(self, request: Request, *, was_accepted: bool) -> None:
         if request.request_id in self.requests:
             raise InvalidRequestError(
                 f"a request with id {request.request_id!r} is already being served",
@@ -184,14 +227,15 @@ class Scheduler:
         self._intake.check_size(request)
         if not was_accepted:
             self._intake.check_queue(request, self._num_queued_seqs, self._num_placed_seqs)
+
+    def _take_in(self, request: Request) -> None:
+        """Number a request that comes; the caller puts it in a queue."""
         if request.arrival_time is None:
             request.arrival_time = self.clock()
         self._num_added += 1
         request.order = self._num_added
         self.requests[request.request_id] = request
         self._classes.begin_wait(request, request.arrival_time)
-        self.waiting.add(request)
-        self._num_queued_seqs += request.n
         self._is_quiet = False
         self.metrics.requests_accepted += 1
 
@@ -314,15 +358,20 @@ class Scheduler:
 
     def _schedule_swapped(self, step: _Step) -> None:
         """Bring parked requests back, most urgent first; nobody overtakes the first that must
-        stay. A more urgent class that waits goes ahead."""
+        stay. A more urgent class that waits goes ahead, and nobody comes back for whose equals, or
+        betters, somebody has just left."""
         if step.has_cleared or (step.plan.preempted and not self.policy.resumes_after_preemption):
             return
         while (request := self.swapped.head) is not None:
             newcomer = self.waiting.head
             if newcomer is not None and self.policy.may_admit(newcomer, [request]):
                 return
-            if self._can_resume(request, step) is Fit.LATER:
+            if any(request.rank >= victim.rank for victim in step.preempted):
                 return
+            if self._can_resume(request, step) is Fit.LATER:
+                self._make_room(request, step)
+                if self._can_resume(request, step) is Fit.LATER:
+                    return
             self._resume(request, step)
 
     def _schedule_running(self, step: _Step) -> None:
@@ -386,13 +435,17 @@ class Scheduler:
         needed = self.memory.admission_need(request)
         return self._fits(request, self.policy.admission_blocks(self.memory, request, needed), step)
 
+    def _can_come_in(self, request: Request, step: _Step) -> Fit:
+        if request.status is RequestStatus.SWAPPED:
+            return self._can_resume(request, step)
+        return self._can_admit(request, step)
+
     def _fits(self, request: Request, needed_blocks: int, step: _Step) -> Fit:
-        """Whether blocks, with headroom for who runs already, and budget allow one more."""
-        headroom = self.policy.headroom_blocks(
-            self.memory, self.running, num_seqs=step.budget.curr_seqs
-        )
-        free = self.memory.device.num_free - step.set_aside_blocks - headroom
-        needed_blocks += self._room_to_keep(request, self.running.tail, step.plan.now)
+        """Whether blocks, with room to grow for who runs already, and budget allow one more."""
+        least = self.running.tail
+        kept = self._room_to_grow(self.running, least, step.budget.curr_seqs, request)
+        kept += self._room_to_keep(request, least, step.plan.now)
+        free = self.memory.device.num_free - step.set_aside_blocks - kept
         affordable = step.budget.can_schedule(
             num_tokens=len(request.ready_sequences), num_seqs=request.num_live_seqs
         )
@@ -434,6 +487,21 @@ class Scheduler:
             )
             or self._urgent.seen(request.rank, now)
         )  # fmt: skip
+
+    def _room_to_grow(
+        self, running: Iterable[Request], least: Request | None, num_seqs: int, newcomer: Request
+    ) -> int:
+        """Blocks to leave free when somebody comes in beside ``running``, of whom ``least`` is the
+        least urgent: the policy's headroom, or the watermark if that is more.
+
+        The watermark is nothing to one who is more urgent than ``least``, who gives way when room
+        runs short; nor to the first of a class, since beside more urgent ones, of whom there may
+        always be some, it might never be kept.
+        """
+        headroom = self.policy.headroom_blocks(self.memory, running, num_seqs=num_seqs)
+        if least is None or not newcomer.rank <= least.rank <= newcomer.claim:
+            return headroom
+        return max(headroom, math.ceil(self.config.watermark * self.memory.device.limit))
 
     def _room_to_keep(self, request: Request, least: Request | None, now: float) -> int:
         """Blocks that a newcomer must leave to more urgent classes, which came to need them lately.
@@ -547,13 +615,17 @@ class Scheduler:
         return decision
 
     def _make_room(self, newcomer: Request, step: _Step) -> None:
-        """Preempt running work of less urgent classes for a newcomer, if that gets him in.
+        """Preempt running work of less urgent classes for a newcomer, or for one who comes back,
+        if that gets him in.
 
         Only for blocks and seats. Tokens are there again in the next step.
         """
         if not self.policy.parks_for_urgent or step.budget.remaining_tokens < len(
             newcomer.ready_sequences
         ):
+            return
+        is_parked = newcomer.status is RequestStatus.SWAPPED
+        if is_parked and not self.tiers.is_in_ram(newcomer):
             return
         # Nobody leaves for the sake of who is less urgent than somebody who just came back.
         bar = max([newcomer.claim, *(request.rank for request in step.plan.resumed)])
@@ -567,14 +639,17 @@ class Scheduler:
         leaving = set(candidates)
         staying = [request for request in self.running if request not in leaving]
         seats = step.budget.curr_seqs - sum(request.num_live_seqs for request in candidates)
-        headroom = self.policy.headroom_blocks(self.memory, staying, num_seqs=seats)
         least = staying[-1] if staying else None
+        headroom = self._room_to_grow(staying, least, seats, newcomer)
         headroom += self._room_to_keep(newcomer, least, step.plan.now)
+        headroom += step.set_aside_blocks - sum(map(self.memory.growth, candidates))
         if seats + newcomer.num_live_seqs > step.budget.max_num_seqs or not self.memory.would_fit(
             newcomer, without=candidates, headroom=headroom
         ):
             return
-        while candidates and self._can_admit(newcomer, step) is Fit.LATER:
+        if is_parked:
+            self.tiers.keep_in_ram(newcomer)  # whoever is parked for it
+        while candidates and self._can_come_in(newcomer, step) is Fit.LATER:
             victim = self._victim(candidates)
             candidates.remove(victim)
             self._preempt(victim, step)
@@ -875,8 +950,6 @@ class Scheduler:
         """
         if not self._is_quiet or self._attended or self._open_plan is not None:
             return 0
-        if self._classes.may_rise:
-            return 0  # at a time, and how long a step takes is not known here
         if self.tiers.num_transfers:
             return 0  # their ends come from outside
         if self.config.preemption_threshold < 1 and self._yields_any():
@@ -897,8 +970,11 @@ class Scheduler:
 
     def quiet_until(self) -> float:
         """When ``quiet_steps`` ends by the clock alone, in seconds on it: room that was kept for
-        urgent work is given up then, and somebody may come in. Infinity if it does not."""
-        return self._quiet_until if self.swapped or self.waiting else math.inf
+        urgent work is given up then, and somebody may come in, or somebody who waits rises.
+        Infinity if it does not."""
+        if not (self.swapped or self.waiting):
+            return math.inf
+        return min(self._quiet_until, self._classes.next_rise)
 
     def _yields_any(self) -> bool:
         least = self.running.tail

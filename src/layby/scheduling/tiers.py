@@ -94,6 +94,11 @@ class SwapTiers:
         if self._clean:
             self._free(self._memory.stored_blocks(request), list(self._clean))
 
+    def keep_in_ram(self, request: Request) -> None:
+        """The request is about to be resumed: its place in RAM is not given up for a victim."""
+        if self._clean.pop(request, None) is not None:
+            self._memory.leave_disk(request)
+
     def forget(self, request: Request) -> None:
         """The request is no longer parked."""
         self._has_changed = True

@@ -88,14 +88,11 @@ def create_app(
         redirect_slashes=False,
     )
     app.add_middleware(Edge, engine=engine)
-    keys = _api_keys(api_key)
-    if not set(keys).isdisjoint([] if admin_api_key is None else _api_keys([admin_api_key])):
-        raise ConfigError("the admin's API key must differ from the others")
+    keys, owners = access_of(api_key, admin_api_key, isolate_prefix_cache)
     if keys or admin_api_key is not None:
         app.add_middleware(ApiKeyGuard, api_keys=keys, admin_api_key=admin_api_key)
     install_error_handlers(app)
     created = int(time.time())
-    owners = Owners(has_keys=bool(keys), isolates_prefixes=isolate_prefix_cache)
     live = LiveCalls()
     _add_generating_routes(app, engine, owners, live, durable)
     add_request_routes(app, engine, owners, live, durable)
@@ -107,10 +104,24 @@ def create_app(
     return app
 
 
+def access_of(
+    api_key: str | Sequence[str] | None, admin_api_key: str | None, isolate_prefix_cache: bool
+) -> tuple[list[str], Owners]:
+    """The keys that open the API, and who owns what by them.
+
+    Raises:
+        ConfigError: As ``create_app``; to be known before an engine is made.
+    """
+    keys = _api_keys(api_key)
+    if not set(keys).isdisjoint([] if admin_api_key is None else _api_keys([admin_api_key])):
+        raise ConfigError("the admin's API key must differ from the others")
+    return keys, Owners(has_keys=bool(keys), isolates_prefixes=isolate_prefix_cache)
+
+
 def _api_keys(api_key: str | Sequence[str] | None) -> list[str]:
     keys = [api_key] if isinstance(api_key, str) else list(api_key or ())
     for key in keys:
-        if not key or not key.isascii() or key != key.strip():
+        if not key.isascii() or not key.isprintable() or key.strip() != key or not key:
             raise ConfigError("an API key must be non-empty ASCII without spaces around it")
     return keys
 
@@ -148,7 +159,7 @@ def _add_generating_routes(
         )
         owner = owners.of(request)
         salt = owners.cache_salt(owner, body.cache_salt)
-        call = _call(body, [prompt], params, salt, prompt_param="messages")
+        call = _call(body, [prompt], params, salt, prompt_param="messages", begins_text=True)
         if durable is not None:
             digest = digest_of("chat", body)
             return await durable.respond(request, call, owner=owner, kind="chat", digest=digest)
@@ -193,6 +204,7 @@ def _call(
     *,
     prompt_param: str = "prompt",
     names_index: bool = False,
+    begins_text: bool = False,
 ) -> Call:
     return Call(
         prompts=prompts,
@@ -203,6 +215,7 @@ def _call(
         names_index=names_index,
         stream=body.stream,
         include_usage=body.stream_options.include_usage,
+        begins_text=begins_text,
     )
 
 

@@ -20,6 +20,7 @@ import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -39,6 +40,7 @@ from layby.errors import (
     RequestFailedError,
     counted,
 )
+from layby.execution.kv_file import KVFile, remove_kv_file
 from layby.server.answers import Answer, ChatAnswer, CompletionAnswer, Echo, Head, usage_of
 from layby.server.errors import CLIENT_CLOSED_REQUEST, error_answer, error_response
 from layby.server.generation import REQUEST_ID, Call, EventStream, refusals_in_callers_words
@@ -46,6 +48,8 @@ from layby.server.http import json_response, unless_disconnected
 
 if TYPE_CHECKING:
     from layby.engine import AsyncEngine, PreparedRequest, RequestStream
+    from layby.engine.kept_kv import UnfinishedKV
+    from layby.execution.faults import Faults
 
 _CLOSE_WAIT_S: Final = 10.0
 _ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}", re.ASCII)
@@ -274,11 +278,13 @@ class DurableRequests:
     Args:
         engine: Runs them.
         journal: Remembers them; already claimed for this engine.
+        faults: Faults to inject where KV cache is kept from one process to the next.
     """
 
-    def __init__(self, engine: AsyncEngine, journal: Journal) -> None:
+    def __init__(self, engine: AsyncEngine, journal: Journal, faults: Faults | None = None) -> None:
         self._engine = engine
         self._journal = journal
+        self._faults = faults
         self._writer = Workers(1)  # one thread: what is written keeps its order
         self._live: dict[tuple[str, str], LiveCall] = {}
         self._opening: dict[tuple[str, str], asyncio.Future[None]] = {}
@@ -290,8 +296,20 @@ class DurableRequests:
         """Hand the engine what an earlier process left unfinished; returns how many calls."""
         start_s = time.monotonic()
         records = await self._write(self._journal.unfinished)
-        # All at once: the engine takes what has come between two steps, and a step may be long.
-        resumed = sum(await asyncio.gather(*map(self._recover_one, records)))
+        calls = [LiveCall(record) for record in records]
+        self._live.update((call.key, call) for call in calls)
+        kept: KVFile | None = None
+        try:
+            kept = await self._engine.open_kept(self._journal.kv_path, self._faults)
+            resumed = await self._take_up(calls, kept)
+        except EngineUnavailableError:  # asked to stop already: the directory still has them
+            for call in calls:
+                self._live.pop(call.key, None)
+            return 0
+        finally:
+            if kept is not None:
+                kept.close()
+        await asyncio.to_thread(remove_kv_file, self._journal.kv_path)
         if records:
             logger.info(
                 "resumed %d of %s of an earlier run in %.0f ms",
@@ -301,18 +319,52 @@ class DurableRequests:
             )
         return resumed
 
-    async def _recover_one(self, record: CallRecord) -> bool:
-        call = self._live[record.owner, record.call_id] = LiveCall(record)
+    async def _take_up(self, calls: Sequence[LiveCall], kept: KVFile | None) -> int:
+        """Queue what is left to do of calls of an earlier process; returns how many have gone in.
+
+        The most urgent first: they get the room for their KV.
+        """
+        prepared = await asyncio.gather(*(self._prepare_in_time(call, kept) for call in calls))
+        ready = [
+            (call, group) for call, group in zip(calls, prepared, strict=True) if group is not None
+        ]
+        ready.sort(key=lambda pair: (pair[0].record.priority, pair[0].record.created_s))
+        outcomes = await self._engine.queue_each([list(group.values()) for _, group in ready])
+        resumed = 0
+        for (call, group), outcome in zip(ready, outcomes, strict=True):
+            if isinstance(outcome, LaybyError):
+                await self._refuse(call, outcome)
+            else:
+                self._start(call, dict(zip(group, outcome, strict=True)))
+                resumed += 1
+        return resumed
+
+    async def _prepare_in_time(
+        self, call: LiveCall, kept: KVFile | None
+    ) -> dict[int, PreparedRequest] | None:
+        """What is left to do of a call, by the prompt's number; None if it cannot be."""
+        requests = call.record.requests
+        numbers = [number for number, request in enumerate(requests) if not request.is_finished]
+        work = sum(len(requests[number].prompt) for number in numbers)
+        prepare = partial(self._prepare_again, call.record, numbers, kept)
         try:
-            await self._take_up(call)
-        except EngineUnavailableError:  # asked to stop already: the journal still has it
-            del self._live[call.key]
-            return False
+            return await self._engine.prepare_in_time(prepare, work)
         except LaybyError as error:
-            logger.warning("request %s cannot be resumed: %s", record.call_id, error)
-            await self._end(call, error)
-            return False
-        return True
+            await self._refuse(call, error)
+            return None
+
+    async def _refuse(self, call: LiveCall, error: LaybyError) -> None:
+        if isinstance(error, EngineUnavailableError):  # not its fault: the journal still has it
+            del self._live[call.key]
+            return
+        logger.warning("request %s cannot be resumed: %s", call.record.call_id, error)
+        await self._end(call, error)
+
+    async def save_kv(self, unfinished: UnfinishedKV) -> None:
+        """Keep the KV cache of what has not ended, once its tokens are written down."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_CLOSE_WAIT_S)
+        await asyncio.to_thread(unfinished.save, self._journal.kv_path, self._faults)
 
     async def close(self) -> int:
         """Write down what has not ended, once the engine is done; returns how many calls."""
@@ -463,6 +515,7 @@ class DurableRequests:
                 priority=call.priority,
                 cache_salt=call.cache_salt,
                 names_index=call.names_index,
+                begins_text=call.begins_text,
             )
             record.requests = [_request_record(one) for one in prepared]
             record.priority, record.cache_salt = call.priority, call.cache_salt
@@ -482,33 +535,26 @@ class DurableRequests:
         self._start(live, dict(enumerate(streams)))
         return live
 
-    async def _take_up(self, call: LiveCall) -> None:
-        """Queue what is left to do of a call of an earlier process."""
-        record = call.record
-        open_ones = [i for i, request in enumerate(record.requests) if not request.is_finished]
-        work = sum(len(record.requests[number].prompt) for number in open_ones)
-        prepare = partial(self._prepare_again, record, open_ones)
-        streams = await self._engine.queue(await self._engine.prepare_in_time(prepare, work))
-        self._start(call, dict(zip(open_ones, streams, strict=True)))
-
-    def _prepare_again(self, record: CallRecord, numbers: Iterable[int]) -> list[PreparedRequest]:
-        prepared = []
+    def _prepare_again(
+        self, record: CallRecord, numbers: Iterable[int], kept: KVFile | None
+    ) -> dict[int, PreparedRequest]:
+        prepared = {}
         for number in numbers:
             request = record.requests[number]
             if not request.has_started:
                 request.samples = [SampleRecord() for _ in request.samples]
-            prepared.append(
-                self._engine.prepare_again(
-                    request.prompt,
-                    request.params,
-                    priority=record.priority,
-                    cache_salt=record.cache_salt,
-                    age_s=max(0.0, time.time() - record.created_s),
-                    outputs=[(s.token_ids, s.finish_reason) for s in request.samples]
-                    if request.has_started
-                    else (),
-                )
+            one = self._engine.prepare_again(
+                request.prompt,
+                request.params,
+                priority=record.priority,
+                cache_salt=record.cache_salt,
+                age_s=max(0.0, time.time() - record.created_s),
+                outputs=[(s.token_ids, s.finish_reason) for s in request.samples]
+                if request.has_started
+                else (),
+                kept=kept,
             )
+            prepared[number] = replace(one, begins_text=record.kind == "chat")
         return prepared
 
     def _start(self, call: LiveCall, streams: Mapping[int, RequestStream]) -> None:

@@ -6,15 +6,15 @@
 | UnknownModelError                        | 400    | invalid_request_error | model_not_found |
 | no or wrong API key                      | 401    | invalid_request_error | invalid_api_key |
 | no such path or model page / method      | 404/405| invalid_request_error | null            |
-| body too large / not JSON                | 413/415| invalid_request_error | null            |
+| body too large or too much / not JSON    | 413/415| invalid_request_error | null            |
 | the caller hung up while sending         | 499    | nobody reads it       |                 |
 | QueueFullError                           | 429    | rate_limit_error      | queue_full      |
 | RequestFailedError, anything unforeseen  | 500    | server_error          | null            |
 | EngineDrainingError                      | 503    | server_error          | draining        |
 | EngineDeadError, EngineUnavailableError  | 503    | server_error          | engine_dead     |
 
-Messages and parameter names are cut to a readable length. What is not even HTTP never gets here:
-uvicorn answers it, with 400 and plain text.
+Messages and parameter names are cut to a readable length. What is not even HTTP never gets to the
+app: ``wire.py`` answers it in the same shape, and headers without an end with 431.
 
 429 and 503-while-draining carry ``Retry-After`` in whole seconds, at least 1.
 """
@@ -110,7 +110,7 @@ def error_response(error: Exception) -> Response:
     )
 
 
-def invalid_request(error: ValidationError | RequestValidationError) -> InvalidRequestError:
+def invalid_request(error: ValidationError) -> InvalidRequestError:
     """The first fault that pydantic found, in words for the caller."""
     # The models stop at the first fault of a list, so there are no more of them than fields.
     first: PydanticError = error.errors()[0]
@@ -121,6 +121,13 @@ def invalid_request(error: ValidationError | RequestValidationError) -> InvalidR
     if first["type"] == "extra_forbidden":
         return InvalidRequestError(f"unrecognized parameter: {path[:_SHOWN_CHARS]}", param=path)
     return InvalidRequestError(f"{path or 'the request body'} {_fault(first)}", param=path or None)
+
+
+def _invalid_query(error: RequestValidationError) -> InvalidRequestError:
+    """The same for what is not in a body: FastAPI says first where it is."""
+    first: PydanticError = error.errors()[0]
+    name = _path(first["loc"][1:])
+    return InvalidRequestError(f"{name} {_fault(first)}", param=name)
 
 
 def _fault(error: PydanticError) -> str:
@@ -145,6 +152,9 @@ def _fault(error: PydanticError) -> str:
 
 _EXPECTED: Final = {
     "int_type": "must be an integer",
+    "int_parsing": "must be an integer",
+    "int_parsing_size": "must be a smaller integer",
+    "bool_parsing": "must be true or false",
     "float_type": "must be a number",
     "finite_number": "must be a finite number",
     "bool_type": "must be true or false",
@@ -201,7 +211,7 @@ def install_error_handlers(app: FastAPI) -> None:
 
     async def answer_validation(_request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return error_response(invalid_request(error))
+        return error_response(_invalid_query(error))
 
     app.add_exception_handler(LaybyError, answer)
     app.add_exception_handler(ValidationError, answer)

@@ -57,6 +57,7 @@ class Call:
         names_index: Whether errors say which prompt is at fault.
         stream: Answer with events.
         include_usage: End the stream with the token counts.
+        begins_text: The answer is a text of its own and does not go on with the prompt's.
     """
 
     prompts: Sequence[str | list[int]]
@@ -67,6 +68,7 @@ class Call:
     names_index: bool
     stream: bool
     include_usage: bool
+    begins_text: bool = False
 
 
 class Deltas(Protocol):
@@ -125,6 +127,7 @@ async def _submit(engine: AsyncEngine, call: Call) -> list[RequestStream]:
             priority=call.priority,
             cache_salt=call.cache_salt,
             names_index=call.names_index,
+            begins_text=call.begins_text,
         )
 
 

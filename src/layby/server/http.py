@@ -27,6 +27,13 @@ if TYPE_CHECKING:
 MAX_BODY_BYTES: Final = 16 * 1024 * 1024
 """Largest body a call may send: far above any context, far below what hurts."""
 
+MAX_BODY_PARTS: Final = 2**20
+"""Most values a body may hold, lists, objects and names counted several times.
+
+The library that reads JSON lets no other thread run meanwhile, and what that costs goes by their
+number: 16 MiB of empty lists stopped everybody for four seconds, as many of text for 25 ms.
+"""
+
 OPEN_PATHS: Final = frozenset({"/", "/docs", "/openapi.json", "/health", "/metrics"})
 """Served without an API key: probes and scrapers have none, and nothing here holds user text."""
 
@@ -45,7 +52,8 @@ async def read_body(request: Request, model: type[B], engine: AsyncEngine) -> B:
     Raises:
         ClientDisconnect: The caller hung up.
         EngineDrainingError: The server is to end, and the body is not all there.
-        HTTPException: 413 beyond ``MAX_BODY_BYTES``; 415 for a content type that is not JSON.
+        HTTPException: 413 beyond ``MAX_BODY_BYTES`` or ``MAX_BODY_PARTS``; 415 for a content type
+            that is not JSON.
         InvalidRequestError: The body is not JSON.
         pydantic.ValidationError: The JSON does not fit the model.
     """
@@ -67,6 +75,10 @@ async def read_body(request: Request, model: type[B], engine: AsyncEngine) -> B:
     limits = Limits.of(engine)
 
     def parse() -> B:
+        if len(raw) > MAX_BODY_PARTS and _count_parts(raw) > MAX_BODY_PARTS:
+            raise HTTPException(
+                413, f"the body holds too many values: beyond {MAX_BODY_PARTS}, send it in parts"
+            )
         try:
             # Refuses NaN, lone surrogates, deep nesting and endless numbers, each with a position.
             data = pydantic_core.from_json(bytes(raw), allow_inf_nan=False)
@@ -75,6 +87,23 @@ async def read_body(request: Request, model: type[B], engine: AsyncEngine) -> B:
         return model.model_validate(data, context=limits)
 
     return await engine.prepare_in_time(parse, len(raw))
+
+
+def _count_parts(raw: bytes | bytearray) -> int:
+    """The values in a JSON text, by the characters between them; it need not be valid.
+
+    A list or an object costs four times as much as a number, and so does a name.
+    """
+    parts = _count_between(raw)
+    if parts > MAX_BODY_PARTS:  # perhaps only because of what is inside of strings
+        bare = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
+        if bare.count(b'"') <= 2 * MAX_BODY_PARTS:
+            parts = _count_between(b"".join(bare.split(b'"')[::2]))
+    return parts
+
+
+def _count_between(raw: bytes | bytearray) -> int:
+    return raw.count(b",") + 4 * (raw.count(b"[") + raw.count(b"{") + raw.count(b":"))
 
 
 async def _chunks(request: Request, engine: AsyncEngine) -> AsyncGenerator[bytes]:

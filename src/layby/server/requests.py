@@ -11,6 +11,7 @@ from fastapi import FastAPI, Query, Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
+from layby.errors import InvalidRequestError
 from layby.server.durable import DurableRequests
 from layby.server.errors import shorten
 from layby.server.http import json_response, read_body
@@ -94,6 +95,11 @@ def _add_durable_routes(app: FastAPI, owners: Owners, durable: DurableRequests) 
         stream: bool = False,
         starting_after: Annotated[int, Query(ge=0)] = 0,
     ) -> Response:
+        for name in request.query_params:
+            if name not in ("stream", "starting_after"):
+                raise InvalidRequestError(f"unrecognized parameter: {shorten(name)}", param=name)
+        if starting_after and not stream:
+            raise InvalidRequestError("starting_after needs stream=true", param="starting_after")
         return await durable.retrieve(
             owners.of(request), request_id, stream=stream, starting_after=starting_after
         )

@@ -21,9 +21,11 @@ import uvicorn
 from layby.engine.config import DEFAULT_KEEP_S
 from layby.engine.journal import Journal
 from layby.errors import ConfigError, counted
-from layby.server.app import create_app
+from layby.execution.faults import Faults
+from layby.server.app import access_of, create_app
 from layby.server.docs_page import example_curl
 from layby.server.durable import DurableRequests
+from layby.server.wire import HttpProtocol
 
 if TYPE_CHECKING:
     from layby.engine import AsyncEngine, EngineConfig
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 _LAST_WORDS_S: Final = 5
 """After the drain, connections get so long to take the rest of their answers."""
+_LONGEST_S: Final = 1e9
+"""Thirty years; the system's timers take no more than ten times that."""
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +48,7 @@ def serve(
     admin_api_key: str | None = None,
     drain_timeout_s: float = 30.0,
     state_dir: str | Path | None = None,
-    keep_results_s: float = DEFAULT_KEEP_S,
+    keep_results_s: float | None = None,
     isolate_prefix_cache: bool = False,
 ) -> None:
     """Load the model and serve it until a signal ends the process.
@@ -58,12 +62,14 @@ def serve(
         drain_timeout_s: How long accepted work may go on after the first signal, in seconds.
         state_dir: Where requests are written down, so that the next process finishes what this
             one does not; None forgets them.
-        keep_results_s: How long it keeps answers for callers who come back, in seconds.
+        keep_results_s: How long it keeps answers for callers who come back, in seconds; a day if
+            None.
         isolate_prefix_cache: Calls with different keys share no cached prefixes.
 
     Raises:
-        ConfigError: The address or the state directory cannot be had (known before the model is
-            loaded), the state is another model's, or a setting cannot work.
+        ConfigError: The address or the state directory cannot be had, a key or a time is none
+            (all known before the model is loaded), the state is another model's, or a setting
+            cannot work.
         ModelError: The model cannot be had.
     """
     from layby.engine import AsyncEngine
@@ -90,21 +96,31 @@ def serve_engine(
     admin_api_key: str | None = None,
     drain_timeout_s: float = 30.0,
     state_dir: str | Path | None = None,
-    keep_results_s: float = DEFAULT_KEEP_S,
+    keep_results_s: float | None = None,
     isolate_prefix_cache: bool = False,
 ) -> None:
     """The same for an engine that ``build`` makes once port and state directory are ours."""
+    if state_dir is None and keep_results_s is not None:
+        raise ConfigError(
+            f"keep_results is {keep_results_s:g} s, but without a state_dir no results are kept: "
+            "name one, or leave keep_results out"
+        )
+    access_of(api_key, admin_api_key, isolate_prefix_cache)
+    for name, seconds in (("drain_timeout", drain_timeout_s), ("keep_results", keep_results_s)):
+        if seconds is not None and not 0 <= seconds <= _LONGEST_S:  # nor is NaN
+            raise ConfigError(f"{name} must be from 0 to {_LONGEST_S:g} seconds, got {seconds:g}")
     sock = bind(host, port)
     journal: Journal | None = None
     durable: DurableRequests | None = None
     try:
         if state_dir is not None:
-            journal = Journal(Path(state_dir), keep_s=keep_results_s)
+            keep_s = DEFAULT_KEEP_S if keep_results_s is None else keep_results_s
+            journal = Journal(Path(state_dir), keep_s=keep_s)
         with _signals_exit():
             engine = build()
             if journal is not None:
                 journal.claim(engine.identity)
-                durable = DurableRequests(engine, journal)
+                durable = DurableRequests(engine, journal, Faults.from_environment())
             app = create_app(
                 engine,
                 api_key=api_key,
@@ -114,10 +130,10 @@ def serve_engine(
             )
         config = uvicorn.Config(
             app,
-            http="auto",
+            http=HttpProtocol,
             loop="auto",
             lifespan="off",
-            log_level="warning",
+            log_level="error",  # what callers do wrong they are told
             access_log=False,
             timeout_graceful_shutdown=_LAST_WORDS_S,
         )
@@ -167,16 +183,20 @@ async def _run(
 ) -> None:
     loop = asyncio.get_running_loop()
     drains: list[asyncio.Task[None]] = []
+    save = None if durable is None else durable.save_kv
 
     async def drain() -> None:
         try:
-            await engine.shutdown(drain_timeout_s)
+            await engine.shutdown(drain_timeout_s, save=save)
         finally:
             server.should_exit = True
 
     def on_signal(number: int) -> None:
         if drains:
-            os._exit(128 + number)  # asked twice: no more waiting, not even for threads
+            try:
+                engine.break_off()
+            finally:
+                os._exit(128 + number)  # asked twice: no more waiting, not even for threads
         engine.begin_drain()  # now, not when the task gets its turn
         logger.info(
             "stopping: %s left, which may finish within %g s (a second signal exits at once)",
@@ -198,7 +218,7 @@ async def _run(
         if drains:
             await drains[0]
         else:
-            await engine.shutdown(0.0)
+            await engine.shutdown(0.0, save=save)
         if durable is not None:
             await durable.close()
         stats = engine.stats()

@@ -50,7 +50,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layby.errors import ConfigError, shown
-from layby.simulate.traces import MAX_TOKENS, Trace, TraceRequest, read_trace
+from layby.simulate.traces import MAX_TOKENS, Trace, TraceRequest, parse_time, read_trace
 
 MAX_REQUESTS = 10_000_000  # of one synthetic trace; each takes about 0.2 KB
 
@@ -493,14 +493,7 @@ def _parse_integer(what: str, text: str) -> int:
 
 def _parse_time(values: Mapping[str, str], key: str) -> float:
     """Seconds."""
-    text = _required(values, key)
-    match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*(ms|s|m|h|)", text, re.ASCII)
-    if match is None:
-        raise ConfigError(
-            f"{key} must be a time in seconds, or with a unit as in 500ms, 90s, 10m, 24h; "
-            f"got {shown(text)}"
-        )
-    return float(match[1]) * {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "": 1}[match[2]]
+    return parse_time(key, _required(values, key))
 
 
 def _parse_lengths(values: Mapping[str, str], key: str) -> Draw:

@@ -32,13 +32,13 @@ from typing import Any, Final
 from layby.errors import ConfigError
 from layby.results import Distribution
 from layby.scheduling import SchedulerConfig
+from layby.simulate.laboratory import Misfits, leave_out_misfits
 from layby.simulate.observations import RequestLog, RequestRecord, SimulationReport
 from layby.simulate.profiles import Profile
 from layby.simulate.settings import with_block_size
 from layby.simulate.simulation import simulate
 from layby.simulate.slo import Slo, SloTerm
 from layby.simulate.traces import Trace
-from layby.simulate.tuner import Misfits, leave_out_misfits
 
 TOLERANCE: Final = 0.02
 """How far the rate that is found may be below one that is not met, as a part of it."""

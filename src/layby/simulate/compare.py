@@ -67,6 +67,7 @@ class _Run:
     config: SchedulerConfig
     limits: Mapping[str, float]
     settings: Mapping[str, Any]
+    shed_load: bool
 
     def report(self, progress: Progress | None) -> SimulationReport:
         return simulate(
@@ -75,6 +76,7 @@ class _Run:
             self.config,
             title=self.title,
             log=RequestLog(slo=self.limits),
+            shed_load=self.shed_load,
             settings=self.settings,
             progress=progress,
         )
@@ -87,6 +89,7 @@ def compare(
     *,
     options: Mapping[str, Any] | None = None,
     slo: Slo | None = None,
+    shed_load: bool = False,
     settings: Mapping[str, Any] | None = None,
     processes: int | None = None,
     progress: Progress | None = None,
@@ -100,7 +103,7 @@ def compare(
         policies: Names of policies.
         options: As of ``scheduler_config``, without ``scheduling_policy``.
         slo: What goodput is counted against, if anything.
-        settings: As of ``simulate``.
+        shed_load, settings: As of ``simulate``.
         processes: Most to use at a time; if None, one for each core that this process may use,
             where the trace is long enough for it to pay.
         progress: Called now and then.
@@ -120,6 +123,7 @@ def compare(
             scheduler_config(profile, **dict(options or {}) | {"scheduling_policy": policy}),
             dict(slo.limits) if slo is not None else {},
             dict(settings or {}),
+            shed_load,
         )
         for policy in policies
     ]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import accumulate
 
-from layby.execution.executor import StepResult
-from layby.scheduling import Request, TransferEnd
+from layby.execution.executor import BlockFormat, StepResult
+from layby.scheduling import Request, Tier, TransferEnd
 from layby.scheduling.plan import StepPlan
 from layby.scheduling.request import Sequence
 from layby.simulate.cost import CostModel, StepLoad
@@ -180,6 +181,18 @@ class SimulatedExecutor:
             ],
             transfer_ends=[TransferEnd(number) for number in ends],
         )
+
+    @property
+    def block_format(self) -> BlockFormat:
+        """See ``Executor``; there is nothing in a block."""
+        return BlockFormat("simulated", 0)
+
+    def export_blocks(self, tier: Tier, blocks: SequenceOf[int]) -> memoryview:
+        """See ``Executor``."""
+        return memoryview(b"")
+
+    def import_blocks(self, tier: Tier, blocks: SequenceOf[int], content: memoryview) -> None:
+        """See ``Executor``."""
 
     def release(self, request_id: str) -> None:
         """See ``Executor``; nothing is kept."""

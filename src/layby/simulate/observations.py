@@ -22,6 +22,7 @@ import numpy.typing as npt
 from layby.errors import ConfigError, shown
 from layby.results import ClassResult, Distribution, Preemptions, RunResult, SchedulerCounts
 from layby.scheduling import RequestStatus
+from layby.simulate.events import DecisionLog, Refusals
 
 # --- Durations -----------------------------------------------------------------------------------
 
@@ -772,13 +773,16 @@ class SimulationReport:
         goodput, goodput_by_class: Against the SLO; None and empty if there is none.
         moves: One per tier.
         timeline: The columns over time; a report plots ``waiting``, ``running``, ``swapped``
-            (requests), ``kv_usage``, ``swap_usage`` (shares, 0 to 1).
+            (requests), ``kv_usage``, ``swap_usage`` (shares, 0 to 1), ``num_blocks`` (size of the
+            device pool) and ``pressure`` (0 ok, 1 rising, 2 saturated).
         records: Some requests' lives, by arrival.
         cdfs: Curves of ``ttft_s``, ``itl_s``, ``e2e_s``: see :meth:`Durations.cdf`.
         profile: One line on the machine that was simulated.
         simulated_s: Seconds that passed on the virtual clock.
         wall_s: Seconds that the simulation took.
         steps: Scheduler steps.
+        refusals: Requests that never came in.
+        decisions: Choices between the two ways out.
     """
 
     title: str
@@ -795,6 +799,8 @@ class SimulationReport:
     simulated_s: float
     wall_s: float
     steps: int
+    refusals: Refusals = field(default_factory=Refusals)
+    decisions: DecisionLog = field(default_factory=DecisionLog)
 
     @classmethod
     def of(
@@ -811,6 +817,8 @@ class SimulationReport:
         moves: Sequence[TierMoves] = (),
         settings: Mapping[str, Any] | None = None,
         machine: Mapping[str, Any] | None = None,
+        refusals: Refusals | None = None,
+        decisions: DecisionLog | None = None,
     ) -> Self:
         """Sum up what a run collected."""
         overall = log.overall()
@@ -837,6 +845,8 @@ class SimulationReport:
             simulated_s=simulated_s,
             wall_s=wall_s,
             steps=steps,
+            refusals=refusals or Refusals(),
+            decisions=decisions or DecisionLog(),
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -856,6 +866,8 @@ class SimulationReport:
             "queueing_s": asdict(self.queueing_s),
             "goodput": None if self.goodput is None else asdict(self.goodput),
             "moves": [asdict(tier) for tier in self.moves],
+            "refusals": self.refusals.as_dict(),
+            "decisions": self.decisions.as_dict(),
             "simulated_s": self.simulated_s,
             "steps": self.steps,
             "timeline": asdict(self.timeline.coarser(_JSON_POINTS)),

@@ -26,9 +26,9 @@ from layby.engine.config import EngineConfig
 from layby.engine.engine import Engine
 from layby.engine.interfaces import Tokenizer
 from layby.errors import ConfigError, EngineUnavailableError
-from layby.execution.executor import Executor, StepResult
+from layby.execution.executor import BlockFormat, Executor, StepResult
 from layby.sampling_params import SamplingParams
-from layby.scheduling import BlockMove, Scheduler, SchedulerConfig, Transfer
+from layby.scheduling import BlockMove, Scheduler, SchedulerConfig, Tier, Transfer
 from layby.scheduling.plan import StepPlan
 from layby.simulate.cost import CostModel, Knots, MoveCost, StepLoad
 from layby.simulate.profiles import MEASURED, FitError, Profile, SchedulerDefaults
@@ -290,6 +290,16 @@ class _Probe:
             return StepResult([self._token] * plan.num_samples)
         return self._real.execute(plan)
 
+    @property
+    def block_format(self) -> BlockFormat:
+        return self._real.block_format
+
+    def export_blocks(self, tier: Tier, blocks: Sequence[int]) -> memoryview:
+        return self._real.export_blocks(tier, blocks)
+
+    def import_blocks(self, tier: Tier, blocks: Sequence[int], content: memoryview) -> None:
+        self._real.import_blocks(tier, blocks, content)
+
     def release(self, request_id: str) -> None:
         self._real.release(request_id)
 
@@ -448,6 +458,7 @@ class Profiler:
             max_model_len=self._max_model_len,
             policy="swapped-first",
             enable_prefix_caching=True,  # how prompts get their beginning
+            headroom=0.0,
             watermark=0.0,
             max_queue=None,
             urgent_window=0.0,

@@ -1,6 +1,6 @@
 """Recordings of a server, read again: as a trace, as a summary, and as proof.
 
-The format is that of :mod:`layby.engine.recorder`. Importing this module makes ``layby`` one of
+The format is that of :mod:`layby.engine.recording`. Importing this module makes ``layby`` one of
 the trace formats. A :class:`Replay` leads a scheduler through what was recorded and compares every
 decision.
 """
@@ -15,7 +15,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import IO, cast
 
-from layby.engine.recorder import (
+from layby.engine.recording import (
     FORMAT,
     Abort,
     Arrival,
@@ -53,6 +53,7 @@ from layby.errors import (
 from layby.scheduling import (
     FinishReason,
     IdleState,
+    KVTables,
     MoveCosts,
     PoolState,
     PreemptionMode,
@@ -63,6 +64,7 @@ from layby.scheduling import (
     TransferEnd,
 )
 from layby.simulate.executor import STOP_TOKEN, TOKEN, VirtualClock
+from layby.simulate.resizes import PoolResize
 from layby.simulate.traces import READERS, TraceError, TraceLines, TraceReader, TraceRequest
 
 MAX_PROMPT_TOKENS = 10**8
@@ -163,8 +165,11 @@ def _read_layby(lines: TraceLines) -> Iterator[TraceRequest]:
     Others are left out and counted. Answers are as long as they were, aborted ones included;
     samples of one prompt get their mean length, which keeps the work the same. Who had not ended
     when the file did gets the mean answer of the others, or all it was allowed if that is less.
+    A new size of the device pool is given to the step that made it so.
     """
     reader = EventReader(lines)
+    pool_blocks = reader.config.num_blocks
+    asked_blocks: int | None = None  # since the last step
     arrivals: dict[int, Arrival] = {}
     traced: list[tuple[int, TraceRequest]] = []
     for event in reader:
@@ -178,6 +183,14 @@ def _read_layby(lines: TraceLines) -> Iterator[TraceRequest]:
                 ended = event.ended
             case Abort():
                 ended = [[event.request, *event.outputs]]
+            case State() if len(event.device_free) + len(event.device_cached) != pool_blocks:
+                asked_blocks = len(event.device_free) + len(event.device_cached)
+            case Resize():
+                asked_blocks = event.num_blocks
+            case Run() | Step() if asked_blocks is not None:
+                at_s = max(0.0, event.times[0])
+                lines.resizes.append(PoolResize(at_s, asked_blocks, reader.config.block_size))
+                pool_blocks, asked_blocks = asked_blocks, None
         for row in ended:
             arrival = arrivals.pop(row[0], None) if row else None
             if arrival is None:
@@ -565,7 +578,12 @@ class Replay:
             )
             if arrival.outputs:
                 request.continue_from(_continued(arrival))
-            scheduler.add_request(request, was_accepted=arrival.was_accepted)
+            if arrival.computed:
+                kept = KVTables(tuple(arrival.computed), tuple(map(tuple, arrival.kept)))
+                if scheduler.add_parked(request, kept) is None:
+                    raise ValueError("there is no room for a request that came parked")
+            else:
+                scheduler.add_request(request, was_accepted=arrival.was_accepted)
         except (InvalidRequestError, QueueFullError) as error:
             refused = type(error).__name__
         self.check.decisions += bool(refused)
@@ -685,11 +703,15 @@ def _compare(what: str, recorded: object, replayed: object) -> None:
 
 
 def _compare_steps(recorded: Step, replayed: Step) -> None:
-    """The first thing in which they differ: decisions before their consequences."""
+    """The first thing in which they differ: decisions before their consequences.
+
+    What a file of before does not tell is not compared.
+    """
+    untold = {"times"} if recorded.decisions else {"times", "decisions"}
     differing = [
         option.name
         for option in fields(Step)
-        if option.name != "times"
+        if option.name not in untold
         and getattr(recorded, option.name) != getattr(replayed, option.name)
     ]
     if differing:

@@ -1,339 +1,34 @@
-"""Reports as one HTML page each, which load nothing from anywhere.
-
-A :class:`Page` is plain data: sections of charts and tables. :func:`render_page` makes HTML of any
-page; :func:`write_report` composes the page of one simulation, or of several side by side.
-``report.html`` beside this file has the layout, the style and the script that plots.
-"""
+"""The report of a simulation, or of several side by side, as a page."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
-
-import jinja2
+from typing import Any, Final
 
 from layby.results import ClassResult, Distribution, RunResult
-from layby.scheduling import RequestStatus
+from layby.scheduling.plan import PreemptionMode
 from layby.simulate.observations import RequestRecord, SimulationReport
-
-# --- Numbers for people --------------------------------------------------------------------------
-# The script formats alike; a test compares the two.
-
-
-def number(value: float) -> str:
-    """Three significant digits, never an exponent."""
-    size = abs(value)
-    if size >= 100:
-        return f"{value:,.0f}"
-    if size >= 10:
-        return f"{value:.1f}"
-    return f"{value:.2f}" if size >= 1 else _trimmed(f"{value:.3f}")
-
-
-def duration(value_s: float | None) -> str:
-    """Seconds in the unit in which a person would say it; a dash for None."""
-    if value_s is None:
-        return "–"
-    if value_s == 0:
-        return "0 s"
-    if value_s < 1:
-        return f"{number(value_s * 1000)} ms"
-    if value_s < 120:
-        return f"{number(value_s)} s"
-    return f"{number(value_s / 60)} min" if value_s < 7200 else f"{number(value_s / 3600)} h"
-
-
-def share(value: float) -> str:
-    """A part of 1 in percent."""
-    return f"{_trimmed(f'{value * 100:.1f}')}%"
-
-
-def size(num_bytes: float) -> str:
-    """Bytes in the binary unit that fits."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{number(num_bytes) if unit != 'B' else round(num_bytes)} {unit}"
-        num_bytes /= 1024
-    return f"{number(num_bytes)} TiB"
-
-
-def _trimmed(text: str) -> str:
-    return text.rstrip("0").rstrip(".") if "." in text else text
-
-
-# --- What a page is made of ----------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One figure of a table: its text, a smaller note beside it, whether it is the row's best."""
-
-    text: str
-    note: str = ""
-    best: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A row of a table: what stands at its left, and a cell per further column."""
-
-    name: str
-    cells: Sequence[Cell]
-    differs: bool = False
-
-    @classmethod
-    def of(cls, name: str, texts: Sequence[str]) -> Row:
-        """A row of plain texts."""
-        return cls(name, tuple(map(Cell, texts)))
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """A table.
-
-    Attributes:
-        caption: What it shows.
-        columns: Their names, that of the rows' names first.
-        rows: See :class:`Row`.
-        folded: Shown only when asked for, as the alternative to a plot.
-        words: Holds words rather than figures: set left, and wrapped.
-    """
-
-    caption: str
-    columns: Sequence[str]
-    rows: Sequence[Row]
-    folded: bool = False
-    words: bool = False
-
-    @property
-    def has_notes(self) -> bool:
-        """Whether there is a note anywhere, for which every figure then leaves room."""
-        return any(cell.note for row in self.rows for cell in row.cells)
-
-
-Unit = Literal["duration", "clock", "count", "share", "number"]
-
-
-@dataclass(frozen=True, slots=True)
-class Axis:
-    """An axis of a chart.
-
-    Attributes:
-        label: What it measures.
-        unit: How its values are written: seconds as a duration or as a moment of the simulation,
-            whole things, parts of 1, or any number.
-        log: Logarithmic (the horizontal axis only; values must be positive).
-        max: Where the vertical axis ends; the largest value if None.
-        group: Charts of one group have the same vertical axis.
-    """
-
-    label: str
-    unit: Unit
-    log: bool = False
-    max: float | None = None
-    group: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """What a chart shows of one thing.
-
-    Attributes:
-        name: For the legend.
-        color: ``waiting``, ``running``, ``swapped``, or ``c0`` to ``c5`` for anything else.
-        x, y: Coordinates. For steps, ``y[i]`` holds from ``x[i]`` to ``x[i + 1]``, so ``x`` has one
-            entry more.
-        kind: How they are drawn.
-        high: For steps: peaks within each, drawn as a shade above the curve.
-        dash: Which of six patterns the line has, since colour alone is not for everybody.
-        labels: For points: one name each.
-    """
-
-    name: str
-    color: str
-    x: Sequence[float]
-    y: Sequence[float]
-    kind: Literal["step", "line", "points"] = "line"
-    high: Sequence[float] | None = None
-    dash: int = 0
-    labels: Sequence[str] | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Chart:
-    """Curves in a plane.
-
-    Attributes:
-        title: What it shows.
-        summary: The same in a sentence with the figures that matter, for those who cannot see it.
-        x, y: The axes. Charts over the simulation's clock (unit ``clock``) are zoomed together.
-        curves: What is drawn.
-        table: The figures behind it.
-        height: In CSS pixels.
-    """
-
-    title: str
-    summary: str
-    x: Axis
-    y: Axis
-    curves: Sequence[Curve]
-    table: Table | None = None
-    height: int = 230
-
-    def spec(self) -> dict[str, Any]:
-        """What the script needs, as JSON."""
-        return {
-            "kind": "xy",
-            "linked": self.x.unit == "clock",
-            "height": self.height,
-            "x": {"label": self.x.label, "unit": self.x.unit, "log": self.x.log},
-            "y": {
-                "label": self.y.label,
-                "unit": self.y.unit,
-                "max": self.y.max,
-                "group": self.y.group,
-            },
-            "curves": [
-                {
-                    "name": curve.name,
-                    "color": curve.color,
-                    "kind": curve.kind,
-                    "dash": curve.dash % 6,
-                    "x": [_short(x, 7) for x in curve.x],
-                    "y": [_short(y) for y in curve.y],
-                    "high": None if curve.high is None else [_short(y) for y in curve.high],
-                    "labels": curve.labels,
-                }
-                for curve in self.curves
-            ],
-        }
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Lives:
-    """A bar over time for each request: when it waited, ran and was parked.
-
-    Attributes:
-        title, summary, table, height: As in :class:`Chart`.
-        groups: Named sets of requests, of which one is shown at a time.
-        max_spans: In all groups together; where there are more, short ones are left out.
-    """
-
-    title: str
-    summary: str
-    groups: Mapping[str, Sequence[RequestRecord]]
-    table: Table | None = None
-    height: int = 440
-    max_spans: int = 12_000
-
-    def spec(self) -> dict[str, Any]:
-        """What the script needs, as JSON."""
-        lengths = [len(record.spans) for records in self.groups.values() for record in records]
-        limit = max(
-            (
-                limit
-                for limit in (10, 20, 50, 100, 200, 500, 1000)
-                if sum(min(limit, length) for length in lengths) <= self.max_spans
-            ),
-            default=6,
-        )
-        return {
-            "kind": "lives",
-            "linked": True,
-            "wheel": True,
-            "height": self.height,
-            "x": {"label": _CLOCK.label, "unit": _CLOCK.unit, "log": False},
-            "groups": [
-                {
-                    "name": name,
-                    "rows": [_life(record, limit) for record in records if record.spans],
-                }
-                for name, records in self.groups.items()
-            ],
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class Fact:
-    """A figure to be seen first."""
-
-    name: str
-    value: str
-    note: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    """Charts, then tables, under a heading.
-
-    Attributes:
-        title: The heading.
-        note: A sentence under it.
-        charts: Side by side in so many ``columns`` (1 to 3) where there is room.
-        tables: Below them.
-    """
-
-    title: str
-    note: str = ""
-    charts: Sequence[Chart | Lives] = ()
-    columns: int = 1
-    tables: Sequence[Table] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Page:
-    """A report.
-
-    Attributes:
-        title: Its heading.
-        lead: Lines below that.
-        verdict: The sentence to remember.
-        facts: The figures to remember.
-        sections: All the rest.
-        footer: How it came about.
-    """
-
-    title: str
-    lead: Sequence[str] = ()
-    verdict: str = ""
-    facts: Sequence[Fact] = ()
-    sections: Sequence[Section] = ()
-    footer: str = ""
-
-
-def render_page(page: Page) -> str:
-    """The page as HTML."""
-    folder = jinja2.FileSystemLoader(Path(__file__).parent)
-    environment = jinja2.Environment(
-        loader=folder,
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    # A number that is none would make all of the data unreadable: better fail here.
-    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
-    charts = [chart for section in page.sections for chart in section.charts]
-    return environment.get_template("report.html").render(
-        page=page,
-        ids={chart: index for index, chart in enumerate(charts)},
-        data=[chart.spec() for chart in charts],
-    )
-
-
-def write_page(path: Path, page: Page) -> None:
-    """Write the page to a file.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
-    path.write_text(render_page(page), encoding="utf-8")
-
-
-# --- The report of simulations -------------------------------------------------------------------
+from layby.simulate.page import (
+    CLOCK,
+    STATES,
+    Axis,
+    Cell,
+    Chart,
+    Curve,
+    Fact,
+    Lives,
+    Page,
+    Row,
+    Section,
+    Table,
+    duration,
+    number,
+    share,
+    size,
+    write_page,
+)
 
 
 def write_report(
@@ -390,8 +85,9 @@ def _told(report: SimulationReport) -> list[Section]:
     return [
         _latency_section([report], _latency_tables(report)),
         Section("Queues over time", _OVER_TIME, charts=[_queues(report)]),
-        Section("Memory over time", charts=[_pools(report)]),
+        Section("Memory over time", charts=[_pools(report), *_memory_events([report])]),
         Section("Requests", _ZOOM, charts=[_lives([report])]),
+        *_ways_out([report]),
         Section("Figures", tables=[_figures([report])]),
         Section("Settings", tables=[_settings([report])]),
     ]
@@ -402,13 +98,17 @@ def _compared(reports: Sequence[SimulationReport]) -> list[Section]:
     marks = f"★ marks the best of a row; percentages are against {reports[0].title}."
     folded = [table for report in reports for table in _latency_tables(report, report.title)]
     queues = [_queues(report, report.title) for report in reports]
-    pools = [_pools(report, report.title) for report in reports]
+    pools = [
+        *(_pools(report, report.title) for report in reports),
+        *_memory_events(reports),
+    ]
     return [
         Section("Figures", marks, tables=[_figures(reports)]),
         _latency_section(reports, folded),
         Section("Queues over time", _OVER_TIME, charts=queues, columns=2),
         Section("Memory over time", charts=pools, columns=2),
         Section("Requests", _ZOOM, charts=[_lives(reports)]),
+        *_ways_out(reports),
         Section("Settings", tables=[_settings(reports)]),
     ]
 
@@ -429,10 +129,8 @@ _ZOOM: Final = (
     "A bar for each request, by arrival. Wheel or + and − to zoom, drag or arrow keys to move, "
     "double-click for the whole; the plots above follow."
 )
-_CLOCK: Final = Axis("simulated time", "clock")
 _MAX_POINTS: Final = 4000  # of the timelines of all simulations together
 _MAX_RECORDS: Final = 600  # likewise
-_STATES: Final = {RequestStatus.WAITING: 0, RequestStatus.RUNNING: 1, RequestStatus.SWAPPED: 2}
 _LATENCIES: Final = (("TTFT", "ttft_s"), ("ITL", "itl_s"), ("E2E", "e2e_s"))
 _PERCENTILES: Final = ("mean", "p50", "p90", "p99", "max")
 
@@ -485,8 +183,13 @@ def _figures(reports: Sequence[SimulationReport]) -> Table:
 
 def _figures_of(reports: Sequence[SimulationReport]) -> list[_Figure]:
     """What is told of every run, with its classes where there are several."""
-    figures = [
-        _Figure("Requests finished", lambda r: r.result.requests_finished, _count),
+    figures = [_Figure("Requests finished", lambda r: r.result.requests_finished, _count)]
+    if any(report.refusals.total for report in reports):
+        figures += [
+            _Figure("Requests refused", lambda r: r.refusals.total, _count, False),
+            _Figure("… of them to shed load", lambda r: r.refusals.shed.total(), _count, False),
+        ]
+    figures += [
         _Figure("First arrival to last end", lambda r: r.result.duration_s, duration, False),
         _Figure("Output tokens per second", lambda r: r.result.output_tokens_per_s, number, True),
     ]
@@ -657,7 +360,7 @@ def _curves(reports: Sequence[SimulationReport]) -> list[Chart]:
 
 
 def _queues(report: SimulationReport, title: str = "") -> Chart:
-    columns = {state.value: (state.value, state.value) for state in _STATES}
+    columns = {state.value: (state.value, state.value) for state in STATES}
     y = Axis("requests", "count", group="queues")
     return _over_time(report, title, "Requests waiting, running and swapped", columns, y)
 
@@ -666,6 +369,62 @@ def _pools(report: SimulationReport, title: str = "") -> Chart:
     columns = {"kv_usage": ("device pool", "running"), "swap_usage": ("swap pool", "swapped")}
     y = Axis("in use", "share", max=1.0)
     return _over_time(report, title, "Share of each pool in use", columns, y)
+
+
+def _memory_events(reports: Sequence[SimulationReport]) -> list[Chart]:
+    """The size of each pool that changed it, and how hard each was pressed, if it was."""
+    charts = []
+    for report in reports:
+        title = report.title if len(reports) > 1 else ""
+        sizes = report.timeline.high.get("num_blocks", ())
+        if len(set(sizes)) > 1:
+            what = "Blocks of the device pool"
+            columns = {"num_blocks": ("size", "running")}
+            y = Axis("blocks", "count", group="sizes")
+            charts.append(_over_time(report, title and f"{title}: size", what, columns, y))
+        if max(report.timeline.high.get("pressure", ()), default=0):
+            what = "Pressure: 0 ok, 1 rising, 2 saturated"
+            columns = {"pressure": ("pressure", "swapped")}
+            y = Axis("state", "count", max=2.0)
+            charts.append(_over_time(report, title and f"{title}: pressure", what, columns, y))
+    return charts
+
+
+def _ways_out(reports: Sequence[SimulationReport]) -> list[Section]:
+    """How victims left where both ways were open, if any did: counted, and some one by one."""
+    told, tables = [], []
+    for report in reports:
+        counts = report.decisions.counts
+        if not counts:
+            continue
+        ways = ", ".join(f"{counts[mode]:,} by {mode.value}" for mode in PreemptionMode)
+        told.append(f"{report.title}: {ways}" if len(reports) > 1 else ways)
+        rows = [
+            Row.of(
+                f"{event.time_s:,.2f} s",
+                [
+                    event.decision.request_id,
+                    event.decision.mode.value,
+                    *map(duration, (event.decision.swap_s, event.decision.recompute_s)),
+                    f"{event.decision.load.blocks_out:,} + {event.decision.load.blocks_in:,}",
+                    f"{event.decision.load.tokens:,}",
+                ],
+            )
+            for event in report.decisions.events
+        ]
+        columns = ["time", "request", "left by", "swap", "recompute", "blocks out + in", "tokens"]
+        caption = f"{len(rows):,} of {counts.total():,} choices"
+        if len(reports) > 1:
+            caption = f"{report.title}: {caption}"
+        tables.append(Table(caption, columns, rows, folded=True))
+    if not tables:
+        return []
+    note = (
+        "Where a victim could leave by either way, it took the cheaper one: "
+        f"{'; '.join(told)}. Swap is what moving its blocks out and back was expected to take, "
+        "recompute what computing its tokens again was."
+    )
+    return [Section("Ways out", note, tables=tables)]
 
 
 def _over_time(
@@ -699,7 +458,7 @@ def _over_time(
     return Chart(
         title or what,
         f"{what} over time, {report.title}: {peaks}.",
-        _CLOCK,
+        CLOCK,
         y,
         [
             Curve(
@@ -766,27 +525,6 @@ def _chosen(records: Sequence[RequestRecord], limit: int) -> list[RequestRecord]
     return sorted(chosen, key=lambda r: r.index)
 
 
-def _life(record: RequestRecord, max_spans: int) -> dict[str, Any]:
-    spans = record.spans_at_most(max_spans)
-    life: list[float] = [_moment(spans[0][1])]
-    for state, _, end_s in spans:
-        life += [_STATES[state], _moment(end_s)]
-    return {
-        "id": record.request_id,
-        "class": record.priority,
-        "prompt": record.num_prompt_tokens,
-        "output": record.num_output_tokens,
-        "queueing": _short(record.queueing_s),
-        "ttft": _short(record.ttft_s),
-        "itl": _short(record.itl_s),
-        "e2e": _short(record.e2e_s),
-        "parked": _short(record.swapped_s),
-        "swaps": record.preemptions_swap,
-        "recomputes": record.preemptions_recompute,
-        "life": life,
-    }
-
-
 def _settings(reports: Sequence[SimulationReport]) -> Table:
     def text(value: object) -> str:
         return "–" if value is None else str(value)
@@ -807,16 +545,3 @@ def _settings(reports: Sequence[SimulationReport]) -> Table:
     rows += [Row.of(name, [find(report) for report in reports]) for name, find in further.items()]
     caption = "What was simulated" + (", differences shaded" if len(reports) > 1 else "")
     return Table(caption, ["", *(report.title for report in reports)], rows, words=True)
-
-
-def _short(value: float | None, digits: int = 5) -> float | None:
-    """So many significant digits, which is less to load; None for what is no number."""
-    if value is None or not math.isfinite(value):
-        return None
-    rounded = float(f"{value:.{digits}g}")
-    return int(rounded) if rounded.is_integer() else rounded
-
-
-def _moment(time_s: float) -> float:
-    rounded = round(time_s, 4)
-    return int(rounded) if rounded.is_integer() else rounded

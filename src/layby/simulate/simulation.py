@@ -7,15 +7,18 @@ not by token.
 
 from __future__ import annotations
 
+import math
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from layby.engine.pressure import Load, LoadShedding, PressureGauge, PressureState
 from layby.errors import InvalidRequestError, LaybyError, QueueFullError
 from layby.scheduling import Request, RequestStatus, Scheduler, SchedulerConfig
 from layby.scheduling import Sequence as Sample
 from layby.scheduling.plan import PreemptionMode, ScheduledSequence, StepPlan
+from layby.simulate.events import DecisionLog, Refusals
 from layby.simulate.executor import (
     TOKEN,
     SimulatedExecutor,
@@ -25,11 +28,22 @@ from layby.simulate.executor import (
 )
 from layby.simulate.observations import RequestLog, SimulationReport, TierMoves, Timeline
 from layby.simulate.profiles import Profile
+from layby.simulate.resizes import written_resizes
 from layby.simulate.settings import with_block_size
 from layby.simulate.traces import Trace
 
-COLUMNS = ("waiting", "running", "swapped", "kv_usage", "swap_usage")
-"""What is recorded over time."""
+COLUMNS = (
+    "waiting",
+    "running",
+    "swapped",
+    "kv_usage",
+    "swap_usage",
+    "num_blocks",
+    "pressure",
+)
+"""What is recorded over time; ``pressure`` as the place of its state in ``PressureState``."""
+
+_PLACES = {state: place for place, state in enumerate(PressureState)}
 
 STALL_STEPS = 100
 """So many steps on end that plan nothing while work is there: the engine gives up, too."""
@@ -40,40 +54,13 @@ class StalledError(LaybyError):
 
 
 @dataclass(slots=True)
-class Refusals:
-    """Requests that the server would have refused.
-
-    Attributes:
-        too_large: They could not fit in pool or context even alone.
-        queue_full: Too many waited.
-        first_reason: What the first of them was told.
-    """
-
-    too_large: int = 0
-    queue_full: int = 0
-    first_reason: str | None = None
-
-    @property
-    def total(self) -> int:
-        """All of them."""
-        return self.too_large + self.queue_full
-
-    def add(self, error: InvalidRequestError | QueueFullError) -> None:
-        """Count one."""
-        if isinstance(error, QueueFullError):
-            self.queue_full += 1
-        else:
-            self.too_large += 1
-        self.first_reason = self.first_reason or str(error)
-
-
-@dataclass(slots=True)
 class _Observer:
     """Watches a simulation and keeps what its report tells."""
 
     log: RequestLog
     priorities: frozenset[int]
     timeline: Timeline = field(default_factory=lambda: Timeline(COLUMNS))
+    decisions: DecisionLog = field(default_factory=DecisionLog)
     # When the last token came of those that have not got one in every step since, and how long
     # they were then.
     _last_tokens: dict[Sample, tuple[float, int]] = field(default_factory=dict)
@@ -81,6 +68,8 @@ class _Observer:
 
     def decided(self, plan: StepPlan) -> None:
         """A step begins: some requests change their queue."""
+        for decision in plan.decisions:
+            self.decisions.add(plan.now, decision)
         for request, mode in plan.preempted:
             for seq in request.sequences:
                 self._last_tokens[seq] = (self._last_token_s(seq), len(seq.tokens))
@@ -146,6 +135,9 @@ class Simulation:
         profile: What a step costs; blocks are as large as ``config`` has them.
         config: The scheduler's settings.
         log: Where requests are noted; one without SLO or CSV file if None.
+        shed_load: Refuse new work of the lowest class while memory is saturated, as the engine
+            does.
+        pressure: Says when that is; one with the usual marks if None.
         skips: Whether steps without a decision are taken at once. It changes nothing but the time
             that the simulation takes; a test compares.
     """
@@ -157,6 +149,8 @@ class Simulation:
         config: SchedulerConfig,
         *,
         log: RequestLog | None = None,
+        shed_load: bool = False,
+        pressure: PressureGauge | None = None,
         skips: bool = True,
     ) -> None:
         profile = with_block_size(profile, config.block_size)
@@ -166,8 +160,11 @@ class Simulation:
         self.scheduler = Scheduler(config, clock=self.clock)
         self.scheduler.set_costs(profile.cost.move_costs(config.max_num_batched_tokens))
         self.executor = SimulatedExecutor(profile.cost, self.clock)
+        self.pressure = pressure or PressureGauge()
         self.refusals = Refusals()
         self.steps = 0
+        self._shedding = LoadShedding(self.pressure) if shed_load else None
+        self._resizes = deque(trace.resizes)
         self._skips = skips
         self._observer = _Observer(
             log or RequestLog(), frozenset(request.priority for request in trace.requests)
@@ -186,14 +183,15 @@ class Simulation:
         Raises:
             StalledError: The scheduler stopped planning.
         """
-        requests, total = self.trace.requests, len(self.trace.requests)
+        total = len(self.trace.requests)
         told = 0
-        while self._num_arrived < total or self.scheduler.has_unfinished:
+        while self._num_arrived < total or self._has_work:
+            self._resize()
             self._arrive()
-            if not self.scheduler.has_unfinished:
+            if not self._has_work:
                 self._note()
-                if self._num_arrived < total:  # idle until somebody comes
-                    self.clock.now = max(self.clock.now, requests[self._num_arrived].arrival_s)
+                if self._num_arrived < total:  # idle until something happens
+                    self.clock.now = max(self.clock.now, self._next_event_s)
                 continue
             steps = self._quiet_steps() if self._skips else 0
             if steps:
@@ -244,13 +242,38 @@ class Simulation:
                 "first_refusal": self.refusals.first_reason,
                 # Whether max_tokens, which the scheduler goes by, is just what each answer takes.
                 "answer_lengths_known": not self._stops_early,
+                "resize": written_resizes(self.trace.resizes),
+                "shed_load": self._shedding is not None,
                 **{name: getattr(config, name) for name in config.__slots__},
                 **(settings or {}),
             },
             machine=self.profile.machine,
+            refusals=self.refusals,
+            decisions=self._observer.decisions,
         )
 
     # --- the loop's parts ---
+
+    @property
+    def _has_work(self) -> bool:
+        """Whether the server takes steps, be it only to give the pool its size."""
+        return self.scheduler.has_unfinished or self.scheduler.is_resizing
+
+    @property
+    def _next_event_s(self) -> float:
+        """When something comes from outside next; infinity if nothing does."""
+        resize_s = self._resizes[0].at_s if self._resizes else math.inf
+        if self._num_arrived == len(self.trace.requests):
+            return resize_s
+        return min(resize_s, self.trace.requests[self._num_arrived].arrival_s)
+
+    def _resize(self) -> None:
+        """Give the pool the size that it is to have by now; an idle server does so at once."""
+        while self._resizes and self._resizes[0].at_s <= self.clock.now:
+            size = self._resizes.popleft().blocks_of(self.scheduler.config.block_size)
+            self.scheduler.resize(size)
+            if self.scheduler.is_resizing and not self.scheduler.has_unfinished:
+                self._step()
 
     def _arrive(self) -> None:
         """Queue everybody who has come by now, as a server does between two steps."""
@@ -269,9 +292,46 @@ class Simulation:
             try:
                 # First, because a trace may ask for prompts that no list could hold.
                 self.scheduler.check_lengths(traced.num_prompt_tokens, most, traced.n)
-                self.scheduler.add_request(make_request(traced, record, self.profile.block_size))
+                if not self._is_shed(traced.priority):
+                    request = make_request(traced, record, self.profile.block_size)
+                    self.scheduler.add_request(request)
+                    self._gauge()
             except (InvalidRequestError, QueueFullError) as error:
-                self.refusals.add(error)
+                self.refusals.add(error, traced.priority)
+
+    def _is_shed(self, priority: int) -> bool:
+        """Whether a newcomer of this class is refused to shed load; then it is counted."""
+        if self._shedding is None:
+            return False
+        scheduler = self.scheduler
+        live = (request.priority for request in scheduler.requests.values())
+        backlog = len(scheduler.waiting) + len(scheduler.swapped)
+        try:
+            self._shedding.check(self.clock.now, priority, live, backlog)
+        except QueueFullError as error:
+            self.refusals.add(error, priority, is_shed=True)
+            return True
+        return False
+
+    def _gauge(self) -> None:
+        """Let the pressure gauge look, as the engine does whenever something has changed."""
+        now, scheduler = self.clock.now, self.scheduler
+        if scheduler.has_unfinished and now < self.pressure.next_look_s:
+            return
+        before = self.pressure.state
+        self.pressure.observe(
+            now,
+            Load(
+                running=len(scheduler.running),
+                waiting=len(scheduler.waiting),
+                swapped=len(scheduler.swapped),
+                finished=scheduler.metrics.requests_finished,
+                kv_usage=scheduler.device_pool.usage,
+                swap_usage=scheduler.swap_pool.usage,
+            ),
+        )
+        if self.pressure.state is not before:
+            self._note()
 
     def _step(self) -> None:
         """One step, as the engine takes it."""
@@ -284,6 +344,7 @@ class Simulation:
         self.steps += 1
         self._observer.sampled(plan, finished, self.clock.now)
         self._observer.passed(self.clock.now)
+        self._gauge()
         stalls = plan.is_empty and not (result.transfer_ends or self.scheduler.tiers.num_transfers)
         self._empty_steps = self._empty_steps + 1 if stalls else 0
         if self._empty_steps >= STALL_STEPS:
@@ -303,16 +364,14 @@ class Simulation:
         return max(0, steps)
 
     def _skip(self, most_steps: int) -> None:
-        """Take quiet steps until somebody comes."""
+        """Take quiet steps until something comes, or the pressure gauge is to look."""
         items = self.scheduler.steady_decodes
         context = sum(item.start + 1 for item in items)
         base_s, slope_s = self.profile.cost.decode_line(len(items))
-        until = float("inf")
-        if self._num_arrived < len(self.trace.requests):
-            until = self.trace.requests[self._num_arrived].arrival_s
-        until = min(until, self.scheduler.quiet_until())
+        until = min(self._next_event_s, self.scheduler.quiet_until(), self.pressure.next_look_s)
         now, ends = self.clock.now, list[float]()
-        while len(ends) < most_steps and now < until:
+        # One in any case: nobody comes before it, and whoever looks too early looks again.
+        while not ends or (len(ends) < most_steps and now < until):
             now += base_s + slope_s * context
             context += len(items)
             ends.append(now)
@@ -320,6 +379,7 @@ class Simulation:
         self._observer.passed(now)
         self.scheduler.skip(len(ends), lambda seq: TOKEN)
         self.clock.now = now
+        self._gauge()
         self._note()
         self.steps += len(ends)
 
@@ -334,6 +394,8 @@ class Simulation:
                 len(scheduler.swapped),
                 scheduler.device_pool.usage,
                 scheduler.swap_pool.usage,
+                scheduler.device_pool.num_blocks,
+                _PLACES[self.pressure.state],
             ),
         )
 
@@ -345,12 +407,13 @@ def simulate(
     *,
     title: str | None = None,
     log: RequestLog | None = None,
+    shed_load: bool = False,
     settings: Mapping[str, object] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> SimulationReport:
     """Play a trace and sum up. Arguments as those of :class:`Simulation` and its methods."""
     started = time.perf_counter()
-    simulation = Simulation(trace, profile, config, log=log)
+    simulation = Simulation(trace, profile, config, log=log, shed_load=shed_load)
     simulation.run(progress)
     return simulation.report(
         title or config.policy, wall_s=time.perf_counter() - started, settings=settings

@@ -12,7 +12,7 @@ from typing import Final
 from layby.errors import ConfigError, counted, shown
 from layby.results import Distribution
 from layby.simulate.observations import SimulationReport
-from layby.simulate.report import duration
+from layby.simulate.page import duration
 
 METRICS: Final = ("ttft_s", "itl_s", "e2e_s", "queueing_s")
 STATISTICS: Final = ("mean", "p50", "p90", "p99", "max")

@@ -29,9 +29,12 @@ from datetime import UTC, datetime
 from itertools import pairwise
 from operator import attrgetter, itemgetter
 from pathlib import Path
-from typing import IO, Any, Literal, Self, cast
+from typing import IO, TYPE_CHECKING, Any, Literal, Self, cast
 
 from layby.errors import ConfigError, LaybyError, counted, shown
+
+if TYPE_CHECKING:
+    from layby.simulate.resizes import PoolResize
 
 MAX_TOKENS = 10**9  # of one prompt or answer; what is longer is a broken row
 _MAX_S = 1e12  # the same for a time: 30,000 years
@@ -143,20 +146,26 @@ class Trace:
         requests: Given in any order and on any clock. Kept sorted by arrival (those that come at
             the same time stay in the order given), with the first arrival moved to 0.
         skipped: Rows of the file that were requests without a prompt or without an answer.
+        resizes: When the device pool got another size meanwhile, on the requests' clock, in order.
+            What came before the first arrival comes with it.
     """
 
     name: str
     requests: Sequence[TraceRequest]
     skipped: int = 0
+    resizes: Sequence[PoolResize] = ()
 
     def __post_init__(self) -> None:
         requests = tuple(self.requests)
+        resizes = tuple(self.resizes)
         if any(later.arrival_s < earlier.arrival_s for earlier, later in pairwise(requests)):
             requests = tuple(sorted(requests, key=attrgetter("arrival_s")))
         if requests and (start := requests[0].arrival_s) != 0.0:
             requests = tuple(
                 replace(request, arrival_s=request.arrival_s - start) for request in requests
             )
+            resizes = tuple(replace(each, at_s=max(0.0, each.at_s - start)) for each in resizes)
+        object.__setattr__(self, "resizes", resizes)
         object.__setattr__(self, "requests", requests)
 
     def __len__(self) -> int:
@@ -193,7 +202,7 @@ class Trace:
         end of the prompt is dropped.
 
         Args:
-            rate_scale: How many times as densely the requests come: 2 halves every gap.
+            rate_scale: How many times as densely all comes: 2 halves every gap.
             length_scale: Factor of all lengths (prompt, answer, allowed answer), each rounded and
                 at least 1 token.
             max_requests: Keep the first so many requests; None keeps all.
@@ -212,7 +221,8 @@ class Trace:
             requests = [request.scaled(length_scale) for request in requests]
         if rate_scale != 1.0:
             requests = [replace(each, arrival_s=each.arrival_s / rate_scale) for each in requests]
-        return replace(self, requests=requests)
+        resizes = [replace(each, at_s=each.at_s / rate_scale) for each in self.resizes]
+        return replace(self, requests=requests, resizes=resizes)
 
     def describe(self) -> str:
         """The trace in one line, for people."""
@@ -239,12 +249,14 @@ class TraceLines(Iterator[str]):
         path: The file, as errors name it.
         number: Number of the line just read, from 1; 0 before the first.
         skipped: What a reader counts as failed requests.
+        resizes: What it has found of the device pool's size, in order.
     """
 
     def __init__(self, path: str | Path, file: IO[bytes]) -> None:
         self.path = path
         self.number = 0
         self.skipped = 0
+        self.resizes: list[PoolResize] = []
         self._file = file
         self._pending: str | None = None
 
@@ -388,7 +400,7 @@ def read_trace(path: str | Path, *, format: str = "auto") -> Trace:  # noqa: A00
     if not requests:
         failed = f": {counted(lines.skipped, 'request')} without an answer" if lines.skipped else ""
         raise TraceError(path, None, f"no request in it that could be run{failed}")
-    return Trace(Path(path).name, requests, lines.skipped)
+    return Trace(Path(path).name, requests, lines.skipped, lines.resizes)
 
 
 def _detect(lines: TraceLines, first: str) -> str:
@@ -527,6 +539,21 @@ def _nanoseconds(lines: TraceLines, name: str, text: str) -> int:
     raise lines.error(
         f"{name} must be a date and time such as 2023-11-16 18:15:46.6805900, got {shown(text)}"
     )
+
+
+def parse_time(what: str, text: str) -> float:
+    """Seconds, as a person writes them.
+
+    Raises:
+        ConfigError: It is no time; says what was to be one.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*(ms|s|m|h|)", text, re.ASCII)
+    if match is None:
+        raise ConfigError(
+            f"{what} must be a time in seconds, or with a unit as in 500ms, 90s, 10m, 24h; "
+            f"got {shown(text)}"
+        )
+    return float(match[1]) * {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "": 1}[match[2]]
 
 
 def _scale(tokens: int, factor: float) -> int:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Final
 
 from layby.errors import counted
-from layby.simulate.report import (
+from layby.simulate.laboratory import Outcome
+from layby.simulate.page import (
     Axis,
     Cell,
     Chart,
@@ -22,7 +23,8 @@ from layby.simulate.report import (
     share,
     write_page,
 )
-from layby.simulate.tuner import Outcome, Trial, TuneResult, times, written
+from layby.simulate.search_space import written
+from layby.simulate.tune_result import Trial, TuneResult, times
 
 _MOST_ROWS: Final = 8  # of the front
 

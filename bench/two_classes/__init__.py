@@ -1,0 +1,1 @@
+"""Two classes on one engine, simulated and real: see ``__main__``."""

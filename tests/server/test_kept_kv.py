@@ -1,0 +1,212 @@
+"""The KV cache of what a shutdown cuts off comes back, or is computed again; it is never wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from layby.engine import AsyncEngine
+from layby.engine.journal import Journal
+from layby.engine.metrics import EngineStats
+from layby.errors import ConfigError
+from layby.execution.faults import Faults
+from layby.server import serve_engine
+from layby.server.durable import DurableRequests
+from tests.server.harness import AlphabetExecutor, in_process, make_engine, until
+
+COMPLETIONS = "/v1/completions"
+BODIES: list[dict[str, Any]] = [
+    {"prompt": "x" * 40, "max_tokens": 60, "seed": 1},
+    {"prompt": "y" * 20, "max_tokens": 50, "seed": 2, "n": 3},
+    {"prompt": ["z" * 33, "z" * 33], "max_tokens": 40, "seed": 3, "logprobs": 2},
+    {"prompt": "x" * 40, "max_tokens": 60, "temperature": 0, "priority": -1},
+]
+
+
+def slow(**options: Any) -> AsyncEngine:
+    return make_engine(AlphabetExecutor(step_s=0.01), **options)
+
+
+def texts(answer: dict[str, Any]) -> list[str]:
+    return [choice["text"] for choice in answer["choices"]]
+
+
+async def undisturbed() -> list[list[str]]:
+    async with in_process(make_engine()) as client:
+        answers = [await client.post(COMPLETIONS, json=body) for body in BODIES]
+        return [texts(answer.json()) for answer in answers]
+
+
+async def cut_off(state_dir: Path, faults: str = "", **options: Any) -> None:
+    """An orderly end while all are under way."""
+    engine = slow(**options)
+    journal = Journal(state_dir)
+    journal.claim(engine.identity)
+    requests = DurableRequests(engine, journal, Faults.parse(faults))
+    async with in_process(engine, durable=requests) as client:
+        calls = [
+            client.post(COMPLETIONS, json=body, headers={"X-Request-Id": f"job-{number}"})
+            for number, body in enumerate(BODIES)
+        ]
+        tasks = [asyncio.create_task(call) for call in calls]
+        await until(lambda: engine.stats().generation_tokens > 40, "all run")
+        await engine.shutdown(0.0, save=requests.save_kv)
+        answers = [await task for task in tasks]
+    assert [answer.status_code for answer in answers] == [503] * len(BODIES)
+    assert await requests.close() == len(BODIES)
+
+
+async def go_on(state_dir: Path, faults: str = "", **options: Any) -> EngineStats:
+    """The next process finishes all of them, with the texts of a run that nobody disturbed."""
+    engine = make_engine(**options)
+    journal = Journal(state_dir)
+    journal.claim(engine.identity)
+    requests = DurableRequests(engine, journal, Faults.parse(faults))
+    async with in_process(engine, durable=requests) as client:
+        assert await requests.recover() == len(BODIES)
+        assert not journal.kv_path.exists()
+        for number, wanted in enumerate(await undisturbed()):
+            assert texts(await finished(client, f"job-{number}")) == wanted
+    await requests.close()
+    return engine.stats()
+
+
+async def finished(client: httpx.AsyncClient, name: str) -> dict[str, Any]:
+    stream = await client.get(f"/v1/requests/{name}?stream=true")
+    assert stream.text.endswith("data: [DONE]\n\n")
+    response: dict[str, Any] = (await client.get(f"/v1/requests/{name}")).json()["response"]
+    return response
+
+
+def test_nothing_that_was_saved_is_computed_again(tmp_path: Path) -> None:
+    asyncio.run(cut_off(tmp_path))
+    assert (tmp_path / "kv-cache").stat().st_mode & 0o777 == 0o600
+    stats = asyncio.run(go_on(tmp_path))
+    assert stats.recomputed_tokens == 0
+    assert stats.swapped_in_blocks > 0
+
+
+def test_what_has_no_room_in_ram_is_computed_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The room goes to the last one, which is in a more urgent class than the four before it."""
+    caplog.set_level(logging.INFO)
+    asyncio.run(cut_off(tmp_path))
+    stats = asyncio.run(go_on(tmp_path, num_swap_blocks=4))
+    assert stats.recomputed_tokens > 0
+    assert 0 < stats.swapped_in_blocks <= 4
+    no_room = [r.message[-1] for r in caplog.records if "there is no room" in r.message]
+    assert no_room == ["0", "1", "2", "3"]
+
+
+@pytest.mark.parametrize(
+    ("at_the_end", "at_the_start"),
+    [
+        ("state.write=enospc:1", ""),
+        ("state.write=eio:0.5,seed=3", ""),
+        ("state.write=short:0.5,seed=1", ""),
+        ("", "state.read=eio:1"),
+        ("", "state.read=short:0.5,seed=2"),
+        ("", "state.read=corrupt:0.6,seed=4"),
+    ],
+)
+def test_a_fault_costs_a_recompute_and_a_line_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, at_the_end: str, at_the_start: str
+) -> None:
+    asyncio.run(cut_off(tmp_path, at_the_end))
+    stats = asyncio.run(go_on(tmp_path, at_the_start))
+    assert stats.recomputed_tokens > 0
+    warnings = [r for r in caplog.records if r.levelno >= logging.WARNING]
+    assert warnings
+    assert all("will be computed again" in record.message for record in warnings)
+    assert (stats.swap_faults > 0) == bool(at_the_start)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: b"",
+        lambda data: data[: len(data) // 2],
+        lambda data: bytes(2000) + data[2000:],
+        lambda data: data[:-20] + bytes(20),
+        lambda data: data + bytes(10),
+    ],
+)
+def test_a_damaged_file_is_found_out(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+    asyncio.run(cut_off(tmp_path))
+    file = tmp_path / "kv-cache"
+    file.write_bytes(damage(file.read_bytes()))
+    stats = asyncio.run(go_on(tmp_path))
+    assert stats.recomputed_tokens > 0
+    assert stats.swap_faults > 0
+
+
+def test_a_file_that_was_not_completed_is_not_there(tmp_path: Path) -> None:
+    """The process was killed while it saved: the tokens are written down before."""
+    asyncio.run(cut_off(tmp_path))
+    os.replace(tmp_path / "kv-cache", tmp_path / "kv-cache.new")
+    stats = asyncio.run(go_on(tmp_path))
+    assert stats.recomputed_tokens > 0
+    assert not (tmp_path / "kv-cache.new").exists()
+
+
+def test_the_file_of_an_earlier_end_is_no_harm(tmp_path: Path) -> None:
+    """It turns up again beside a later state of the journal, as after a restored backup."""
+    asyncio.run(cut_off(tmp_path))
+    old = (tmp_path / "kv-cache").read_bytes()
+    asyncio.run(cut_off_again(tmp_path))
+    (tmp_path / "kv-cache").write_bytes(old)
+    stats = asyncio.run(go_on(tmp_path))
+    assert stats.recomputed_tokens > 0
+    assert stats.swapped_in_blocks == 0
+
+
+async def cut_off_again(state_dir: Path) -> None:
+    engine = slow()
+    journal = Journal(state_dir)
+    journal.claim(engine.identity)
+    requests = DurableRequests(engine, journal)
+    async with engine:
+        await requests.recover()
+        await until(lambda: engine.stats().generation_tokens > 16, "all got tokens")
+        await engine.shutdown(0.0, save=requests.save_kv)
+    await requests.close()
+
+
+def test_after_two_ends_in_a_row_nothing_is_computed_again(tmp_path: Path) -> None:
+    asyncio.run(cut_off(tmp_path))
+    asyncio.run(cut_off_again(tmp_path))
+    assert asyncio.run(go_on(tmp_path)).recomputed_tokens == 0
+
+
+def test_another_models_kv_is_left_alone(tmp_path: Path) -> None:
+    asyncio.run(cut_off(tmp_path))
+    before = (tmp_path / "kv-cache").read_bytes()
+    other = make_engine(identity={"model": "other"})
+    with pytest.raises(ConfigError, match="model toy, here other"):
+        serve_engine(lambda: other, host="127.0.0.1", port=0, state_dir=tmp_path)
+    assert (tmp_path / "kv-cache").read_bytes() == before
+
+
+def test_an_engine_that_is_asked_to_stop_at_the_start_keeps_the_file(tmp_path: Path) -> None:
+    async def stop_at_once() -> None:
+        engine = make_engine()
+        journal = Journal(tmp_path)
+        journal.claim(engine.identity)
+        requests = DurableRequests(engine, journal)
+        async with engine:
+            engine.begin_drain()
+            assert await requests.recover() == 0
+            await engine.shutdown(0.0, save=requests.save_kv)
+        await requests.close()
+
+    asyncio.run(cut_off(tmp_path))
+    asyncio.run(stop_at_once())
+    assert asyncio.run(go_on(tmp_path)).recomputed_tokens == 0
