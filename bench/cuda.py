@@ -1,8 +1,9 @@
 """What a GPU takes for steps, for moves beside them, and for work under pressure.
 
-    python -m bench.cuda [--shape llama3-8b] [--parts steps moves] [--json FILE] [--profile FILE]
+    python -m bench.cuda [--shape llama3-8b] [--parts steps moves] [--json FILE]
 
-Weights are random, so no model is needed. Parts:
+It has never run on a GPU; ``--device cpu --shape tiny`` tries it out without one. Weights are
+random, so no model is needed. Parts:
 
 * ``steps``: decoding 1, 16 and 64 sequences of 500 tokens, and prompts of 512 and 2,048 tokens.
 * ``products``: in calls of exact sizes, and as the library would do them.
@@ -10,8 +11,6 @@ Weights are random, so no model is needed. Parts:
   step of 16, overlapped and not; and computing the same tokens again.
 * ``load``: requests for three times the memory there is, by parking with and without overlap and by
   computing again.
-
-``--profile`` measures a profile for ``layby simulate``.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -283,7 +281,7 @@ def moves_beside(
     return {name: round(1e3 * statistics.median(seconds), 3) for name, seconds in times.items()}
 
 
-def measure_load(model: Transformer, timer: Timer, *, small: bool) -> dict[str, Any]:
+def measure_load(model: Transformer, *, small: bool) -> dict[str, Any]:
     """Requests that need about three times the pool; greedy, of fixed lengths."""
     count, prompt, output = (8, 40, 24) if small else (48, 500, 200)
     blocks = -(-(prompt + output) // BLOCK_SIZE)
@@ -315,7 +313,6 @@ def measure_load(model: Transformer, timer: Timer, *, small: bool) -> dict[str, 
         if name != "warm-up":
             wanted = wanted or tokens
             result[name] = figures | {"same tokens as the first": tokens == wanted}
-            print(name, json.dumps(result[name]), flush=True)
         engine.close()
         del engine, executor
         gc.collect()
@@ -362,45 +359,6 @@ def serve(
     return figures, [tokens[request_id] for request_id in ids]
 
 
-@contextmanager
-def part(result: dict[str, Any], name: str, target: str | None) -> Iterator[None]:
-    """One part of the measurements; if it fails, the others go on."""
-    begun = time.perf_counter()
-    try:
-        yield
-    except Exception as error:
-        result[name] = {"error": f"{type(error).__name__}: {error}"}
-        import traceback
-
-        traceback.print_exc()
-    print(
-        f"{name} ({time.perf_counter() - begun:.1f} s):", json.dumps(result.get(name)), flush=True
-    )
-    if target is not None:
-        Path(target).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-
-
-def measure_profile(model: Transformer, target: str, limit_s: float, *, small: bool) -> Any:
-    """A profile for the simulator, with half of the free memory as KV cache."""
-    from layby.simulate.profiling import profile_engine
-
-    num_blocks = 512 if small else 8192
-    config = SchedulerConfig(
-        num_blocks=num_blocks, num_swap_blocks=num_blocks // 2, block_size=BLOCK_SIZE,
-        max_num_seqs=64 if small else 256, max_num_batched_tokens=512 if small else 2048,
-        max_model_len=512 if small else 8192,
-    )  # fmt: skip
-    executor = build(model, TorchExecutor, num_blocks)
-    engine = Engine(
-        Scheduler(config), executor, tokenizer_of(model), model_name=Path(target).stem,
-        vocab_size=model.config.vocab_size, max_model_len=config.max_model_len or 8192, seed=0,
-        device=str(model.device), dtype=str(model.dtype).removeprefix("torch."),
-    )  # fmt: skip
-    profile = profile_engine(engine, limit_s=limit_s)
-    profile.save(target)
-    return {"fit": str(profile.fit), "held_out": str(profile.held_out)}
-
-
 def main() -> None:
     """Measure, and print what came of it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -412,8 +370,6 @@ def main() -> None:
         choices=["steps", "products", "moves", "load"],
     )  # fmt: skip
     parser.add_argument("--json")
-    parser.add_argument("--profile")
-    parser.add_argument("--profile-limit", type=float, default=60.0)
     args = parser.parse_args()
     device = torch.device(args.device)
     timer = Timer(device, args.rounds)
@@ -422,28 +378,21 @@ def main() -> None:
     result: dict[str, Any] = {"machine": describe_machine(), "shape": args.shape}
     started = time.perf_counter()
     config = SHAPES[args.shape]
-    model = Transformer(
-        config, RandomWeights(config, device), dtype=torch.bfloat16, device=device
-    )  # fmt: skip
+    weights = RandomWeights(config, device)
+    model = Transformer(config, weights, dtype=torch.bfloat16, device=device)
     timer.settle()
     result["made_s"] = round(time.perf_counter() - started, 1)
-    if "steps" in args.parts:
-        with part(result, "steps", args.json):
-            result["steps"] = measure_steps(model, timer, context)
-    if "products" in args.parts:
-        with part(result, "products", args.json):
-            result["products"] = measure_products(model, timer)
-    if "moves" in args.parts:
-        with part(result, "moves", args.json):
-            result["moves"] = measure_moves(model, timer, context)
-    if "load" in args.parts:
-        with part(result, "load", args.json):
-            result["load"] = measure_load(model, timer, small=small)
-    if args.profile:
-        with part(result, "profile", args.json):
-            result["profile"] = measure_profile(
-                model, args.profile, args.profile_limit, small=small
-            )
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "steps": partial(measure_steps, model, timer, context),
+        "products": partial(measure_products, model, timer),
+        "moves": partial(measure_moves, model, timer, context),
+        "load": partial(measure_load, model, small=small),
+    }
+    for name in args.parts:
+        result[name] = parts[name]()
+        print(name, json.dumps(result[name]), flush=True)
+    if args.json:
+        Path(args.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from layby.execution.sampler import log_probabilities
 from layby.models.exact_products import (
     ROW_MULTIPLE,
     BatchedProducts,
-    cut,
     measure_row_counts,
     product,
 )
@@ -176,16 +175,3 @@ def test_what_is_said_and_what_is_reported_depend_on_the_row_alone(
         assert torch.equal(log_probabilities(logits[rows].clone()), reported[rows])
         own = draws.of(list(range(first, first + count)))
         assert choose(logits[rows].clone(), own)[0] == tokens[rows]
-
-
-def test_rows_are_cut_into_few_calls_that_cover_them() -> None:
-    for counts in ((16,), (64, 256), (16, 32, 64, 128, 256, 512, 1024, 2048), (32, 2048)):
-        for rows in range(1, 3000, 7):
-            parts = cut(rows, counts)
-            assert set(parts) <= set(counts)
-            assert sum(parts[:-1]) < rows <= sum(parts)
-    assert cut(1, (64, 256)) == [64]
-    assert cut(100, (64, 256)) == [64, 64]
-    assert cut(150, (64, 128, 256)) == [256]
-    assert cut(900, (64, 256, 1024)) == [1024]
-    assert cut(2100, (64, 2048)) == [2048, 64]

@@ -93,6 +93,14 @@ class Model:
             self.swap[block] = self.fresh
             self.cache.swap_pool[block] = self.fresh
 
+    def bring_back(self, blocks: list[int]) -> None:
+        """What a restart does with the swap pool."""
+        values = np.arange(self.fresh + 1, self.fresh + 1 + len(blocks))
+        self.fresh += len(blocks)
+        self.swap[blocks] = values
+        content = np.repeat(values, BLOCK_BYTES // 8)
+        self.cache.import_parked(blocks, memoryview(content.view(np.uint8)))
+
     def swap_out(self, pairs: list[tuple[int, int]]) -> None:
         self.cache.swap_out([BlockMove(*pair) for pair in pairs])
         self.swap[[dst for _, dst in pairs]] = self.pool[[src for src, _ in pairs]]
@@ -130,6 +138,9 @@ def pairs(source: random.Random, sources: int, targets: int) -> list[tuple[int, 
     return list(zip(chosen, source.sample(range(targets), count), strict=True))
 
 
+MOVES = ["out", "in", "ahead", "forward", "disk", "restart", "relocate", "resize"]
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=60)
@@ -139,7 +150,7 @@ def test_pools_hold_what_they_would_if_every_move_were_done_at_once(device: str,
     model = Model(make_cache(device, source, staged_blocks=source.choice([1, 3, 8, 50])))
     for _ in range(30):
         size = len(model.pool)
-        match source.choice(["out", "in", "ahead", "forward", "disk", "relocate", "resize"]):
+        match source.choice(MOVES):
             case "out":
                 model.swap_out(pairs(source, size, NUM_SWAP_BLOCKS))
             case "in":
@@ -152,6 +163,9 @@ def test_pools_hold_what_they_would_if_every_move_were_done_at_once(device: str,
             case "disk":
                 count = source.randint(0, 4)
                 model.read_from_disk(source.sample(range(NUM_SWAP_BLOCKS), count))
+            case "restart":
+                count = source.randint(1, 4)
+                model.bring_back(source.sample(range(NUM_SWAP_BLOCKS), count))
             case "relocate":
                 model.relocate(pairs(source, size, size))
             case "resize":

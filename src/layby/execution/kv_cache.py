@@ -92,7 +92,13 @@ class KVCache:
         if lane is None and on_gpu:
             lane = CudaLane(device)
         if lane is not None and num_swap_blocks:
-            self._staging = Staging(self._blocks, self._parked, lane, staged_bytes=staged_bytes)
+            try:
+                self._staging = Staging(self._blocks, self._parked, lane, staged_bytes=staged_bytes)
+            except torch.OutOfMemoryError as error:
+                raise ConfigError(
+                    f"beside a device pool of {num_blocks} blocks there is no room for "
+                    f"{2 * staged_bytes / 2**20:.0f} MiB to move blocks through: {error}"
+                ) from error
 
     @property
     def num_blocks(self) -> int:
@@ -168,14 +174,19 @@ class KVCache:
                 staged[begin:end].copy_(self._parked[swap_block : swap_block + end - begin])
             self._blocks.index_copy_(0, index, staged)
 
+    @property
+    def copies_ahead(self) -> bool:
+        """Whether ``prefetch`` does anything."""
+        return self._staging is not None
+
     @torch.inference_mode()
     def prefetch(self, swap_blocks: Sequence[int]) -> None:
-        """These are swapped in next, in this order: on a GPU, begin to copy them ahead."""
+        """These are swapped in next, in this order: where moves overlap, begin to copy them."""
         if self._staging is not None:
             self._staging.prefetch(swap_blocks)
 
     def overwritten(self, swap_blocks: Iterable[int]) -> None:
-        """Others than ``swap_out`` are about to write these."""
+        """Others than ``swap_out`` are about to write these, once the ``fence`` is passed."""
         if self._staging is not None:
             self._staging.forget(swap_blocks)
 

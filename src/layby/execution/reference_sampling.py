@@ -22,7 +22,7 @@ _CANDIDATES = 256
 
 _UNITS = 2.0**44
 """Probabilities are summed as whole numbers of these parts of the largest one: such a sum is the
-same in whatever order a device adds it up, and for a vocabulary below 2**18 it cannot overflow."""
+same in whatever order a device adds it up, and for a vocabulary below 2**19 it cannot overflow."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,17 +1,20 @@
 """Block moves of a GPU that overlap the forward pass, by way of staging memory beside the pool.
 
-Between pool and staging memory blocks are gathered and scattered on the device, which takes tens
-of microseconds, in order with the forward passes. Between staging memory and the swap pool, which
-is pinned, they are copied by a lane of their own::
+It has never run on a GPU: the bookkeeping is tested with a lane that is as late as it may be.
+
+Between pool and staging memory blocks are gathered and scattered on the device, in order with the
+forward passes. Between staging memory and the swap pool, which is pinned, they are copied by a lane
+of their own::
 
     out   pool ──gather──▶ ring ···copy···▶ swap pool       the forward pass goes on meanwhile
     in    pool ◀─scatter── ring ◀··copy···  swap pool       waits for the copy
           pool ◀─scatter── ahead ◀·copy···  swap pool       copied in steps before
                  main               lane
 
-Only the lane touches the swap pool, one copy after another, so whatever it reads there has been
-written, and nothing is overwritten that it has yet to read. The pool is touched by the main flow
-alone, so that its size can change without a thought of copies under way.
+The lane copies one thing after another, so whatever it reads in the swap pool has been written,
+and nothing is overwritten that it has yet to read. Others (the disk, a restart) touch the swap pool
+only behind a ``fence``, and ``forget`` what they write. The pool is touched by the main flow alone,
+so that its size can change without a thought of copies under way.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ class Stopwatch:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
+        self._device, self._on_gpu = device, device.type == "cuda"
         self._laps: list[tuple[Any, Any]] = []
         self._begun: Any = None
 
@@ -44,5 +44,5 @@ class Stopwatch:
         if not self._on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event

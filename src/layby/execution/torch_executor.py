@@ -82,7 +82,7 @@ class TorchExecutor:
         if self._disk is not None and (plan.demote or plan.promote):
             self.cache.overwritten(move.dst for read in plan.promote for move in read.moves)
             self._disk.begin(plan.demote, plan.promote, self.cache.fence())
-        if plan.next_in is not None:
+        if plan.next_in is not None and self.cache.copies_ahead:
             self.cache.prefetch(_swap_blocks(plan.next_in))
         num_samples = sum(len(item.samplers) for item in plan.scheduled)
         result = StepResult([0] * num_samples, failures=self._unreadable(plan))

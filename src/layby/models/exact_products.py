@@ -1,13 +1,15 @@
 """Matrix products on a GPU whose rows have the same bits whatever rows share the call.
 
+It has never run on a GPU; its arithmetic is tested on a CPU.
+
 A GPU's library picks another kernel for another number of rows, one that may add up in another
-order. So products are cut into calls of a few fixed sizes, of which it was measured that they round
-alike and that a row's place in the call does not matter::
+order. So products are cut into calls of a few fixed sizes, for which it is tried out when the model
+is loaded that they round alike and that a row's place in the call does not matter::
 
     100 rows   [   64   ][ 36 + 28 of padding ]      if 64, 256 and 1024 were found to be alike
     900 rows   [      900 + 124 of padding      ]
 
-The library always picks the same kernel for the same call, so what was measured stays true.
+What was tried stays true as long as the library picks the same kernel for the same call.
 """
 
 from __future__ import annotations
@@ -30,13 +32,13 @@ from layby.models.ops import (
 )
 
 ROW_COUNTS = (16, 32, 64, 128, 256, 512, 1024, 2048)
-"""Sizes that are tried."""
+"""Sizes that are tried, rising."""
 
 ROW_MULTIPLE = 16
-"""Rows that everything else is padded to: fewer would be reduced by other numbers of threads."""
+"""Rows that everything else is padded to, because few are reduced by other numbers of threads."""
 
 _FREE_ROWS = 192
-"""Up to about so many rows a product takes as long as reading its matrix."""
+"""Up to about so many rows a product is taken to cost no more than reading its matrix."""
 
 _MOST_BATCH_ROWS = 8192
 """Rows of one batched call, all sequences together: bounds what must be measured."""
