@@ -173,7 +173,8 @@ def at_speed(profile: Profile, speed: float) -> Profile:
         return tuple((count, seconds / speed) for count, seconds in knots)
 
     def move(cost: MoveCost) -> MoveCost:
-        return MoveCost(cost.fixed_s / speed, cost.block_s / speed)
+        beside_s = None if cost.beside_block_s is None else cost.beside_block_s / speed
+        return MoveCost(cost.fixed_s / speed, cost.block_s / speed, beside_s)
 
     cost = profile.cost
     return replace(

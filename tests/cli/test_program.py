@@ -195,7 +195,7 @@ def test_serve_hands_everything_to_the_server(monkeypatch: pytest.MonkeyPatch) -
                 "admin_api_key": "three",
                 "drain_timeout_s": 2.0,
                 "state_dir": None,
-                "keep_results_s": 86_400.0,
+                "keep_results_s": None,
                 "isolate_prefix_cache": False,
             },
         ),
@@ -213,6 +213,13 @@ def test_serve_hands_everything_to_the_server(monkeypatch: pytest.MonkeyPatch) -
             },
         ),
     ]
+
+
+def test_keeping_results_without_a_place_for_them_is_an_error(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["serve", "m.gguf", "--port", "0", "--keep-results", "9"]) == 1
+    assert "without a --state-dir no results are kept" in capsys.readouterr().err
 
 
 def test_every_option_of_the_server_has_a_flag() -> None:

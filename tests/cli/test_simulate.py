@@ -220,3 +220,109 @@ def test_a_row_that_does_not_parse_is_named(
     line = complaint(capsys, *PROFILE, "--trace", str(file))
     assert f"{file}:5" in line or ("azure.csv" in line and "line 5" in line)
     assert "many" in line
+
+
+# --- what happens to the pool, and under pressure ---
+
+
+def test_a_resize_is_played_and_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    known = simulate(
+        capsys, "--num-blocks", "400", "--resize", "500ms=100,2s=600", "--html", str(page)
+    )
+    assert known["settings"]["resize"] == "0.5s=100,2s=600"
+    assert {400, 100, 600} >= set(known["timeline"]["high"]["num_blocks"])
+    assert known["timeline"]["high"]["num_blocks"][-1] == 600
+    assert min(known["timeline"]["mean"]["num_blocks"]) == 100
+    assert known["requests_finished"] == 40
+    assert "Blocks of the device pool" in page.read_text(encoding="utf-8")
+    assert simulate(capsys, "--resize", "none")["settings"]["resize"] is None
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("60s", "resize must be TIME=BLOCKS,… such as 60s=3000,120s=11000, or none; got '60s'"),
+        ("60s=many", "got '60s=many'"),
+        ("soon=5", "resize must be a time in seconds"),
+        ("60s=0", "from 1 to 100,000,000 blocks, got 0"),
+        ("60s=999999999", "got 999999999"),
+        ("60s=5,30s=6", "rising times, got 30s=6 after 60s=5"),
+    ],
+)
+def test_a_bad_resize_is_told(capsys: pytest.CaptureFixture[str], text: str, said: str) -> None:
+    told = complaint(capsys, *PROFILE, *ARRIVALS, "--resize", text)
+    assert said in told
+    assert "--resize" in told or "pool" in told
+
+
+def test_load_is_shed_as_by_the_server_unless_told_otherwise(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    flood = ("--arrivals", "poisson:rate=20,duration=25s,prompt=400,output=300,priority=0:1/5:4")
+    run = ("simulate", *PROFILE, *flood, "--num-blocks", "700", "--json", "-")
+    page = tmp_path / "report.html"
+    assert main([*run, "--html", str(page)]) == 0
+    captured = capsys.readouterr()
+    known = json.loads(captured.out)
+    assert list(known["refusals"]["shed_by_class"]) == ["5"]
+    assert known["refusals"]["shed"] == known["settings"]["requests_refused"] > 0
+    assert "to shed load" in captured.err
+    assert max(known["timeline"]["high"]["pressure"]) == 2
+    assert "Pressure: 0 ok" in page.read_text(encoding="utf-8")
+    assert main([*run, "--no-shed-load"]) == 0
+    kept = json.loads(capsys.readouterr().out)
+    assert kept["refusals"]["shed"] == 0
+    assert max(kept["timeline"]["high"]["pressure"]) == 2
+    assert kept["classes"]["0"]["ttft_s"]["p99"] > 0
+
+
+def test_choices_of_a_way_out_are_told_one_by_one(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    page = tmp_path / "report.html"
+    known = simulate(capsys, "--num-blocks", "60", "--html", str(page))
+    told = known["decisions"]
+    assert told["swap"] + told["recompute"] == sum(known["preemptions"].values()) > 0
+    for event in told["events"]:
+        cheaper = "swap" if event["swap_s"] <= event["recompute_s"] else "recompute"
+        assert event["mode"] == cheaper
+        assert event["blocks_out"] > 0
+    assert "Ways out" in page.read_text(encoding="utf-8")
+
+
+# --- where output goes, and how it ends ---
+
+
+def test_rows_go_to_standard_output_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*RUN, "--csv", "-"]) == 0
+    captured = capsys.readouterr()
+    assert len(list(csv.DictReader(captured.out.splitlines()))) == 40
+    assert "scheduler steps" in captured.err
+
+
+def test_two_outputs_to_one_place_are_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    both = (*PROFILE, *ARRIVALS, "--json", "a", "--html", str(tmp_path / "a"))
+    assert "--json and --html both write to" in complaint(capsys, *both)
+    streams = (*PROFILE, *ARRIVALS, "--json", "-", "--csv", "-")
+    assert "--json and --csv both write to standard output" in complaint(capsys, *streams)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_page_must_be_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "must name a file" in complaint(capsys, *PROFILE, *ARRIVALS, "--html", "-")
+    assert main(["profile", "smollm2", "--out", "-"]) == 2
+    assert "must name a file" in capsys.readouterr().err
+
+
+def test_a_run_that_serves_nobody_fails_after_its_report(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([*RUN, "--num-blocks", "2", "--json", "-"]) == 1
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["requests_finished"] == 0
+    last = captured.err.splitlines()[-1]
+    assert last.startswith("layby: no request was served: all 40 were refused; the first:")

@@ -152,3 +152,28 @@ def test_bad_input_is_told_in_a_line(
 def test_the_slo_is_required(profile: str) -> None:
     with pytest.raises(typer.TyperException, match="slo"):
         call("tune", "--arrivals", ARRIVALS, "--profile", profile)
+
+
+def test_an_slo_that_nothing_meets_is_an_error_after_the_report(
+    profile: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(LaybyError, match=r"e2e_p99<1us was met by none of 2 trials: p99 E2E"):
+        call(
+            *("tune", "--profile", profile, "--slo", "e2e_p99<1us", "--arrivals", ARRIVALS),
+            *("--trials", "2", "--jobs", "1"),
+        )
+    assert capsys.readouterr().out.strip().splitlines()[-1].startswith("layby serve")
+
+
+def test_a_rate_of_three_hundred_digits_is_refused(profile: str) -> None:
+    with pytest.raises(LaybyError, match=r"rate must be above 0 and at most 1e\+09, got 1e\+300"):
+        call(
+            *("capacity", "--profile", profile, "--slo", SLO, "--arrivals", ARRIVALS),
+            *("--rate", "1e300"),
+        )
+
+
+def test_a_study_must_be_a_file_of_its_own(profile: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "a")
+    with pytest.raises(LaybyError, match=r"--json and --study both write to"):
+        tune_toy(profile, "--json", path, "--study", path)

@@ -33,6 +33,17 @@ def test_nothing_is_told_until_both_costs_are_known() -> None:
     assert costs.token_s == pytest.approx(0.005)
 
 
+def test_a_step_that_some_sat_out_says_nothing_of_prefill() -> None:
+    meter = CostMeter()
+    plan = prefill(100)
+    plan.paused = [Request("b", [1], max_tokens=1).sequences[0]]
+    meter.observe(plan, StepResult([]), 0.5)
+    assert meter.observe(moves(4), StepResult([], moved_s=0.08), 0.1) is None
+    costs = meter.observe(prefill(100), StepResult([]), 0.7)
+    assert costs is not None
+    assert costs.token_s == pytest.approx(0.007)
+
+
 def test_small_changes_are_not_told() -> None:
     meter = CostMeter()
     meter.observe(prefill(100), StepResult([]), 0.5)

@@ -226,7 +226,7 @@ def test_a_pool_that_was_not_touched_is_neither_room_nor_returned() -> None:
 
 @given(
     st.lists(
-        st.tuples(st.integers(-500, 2000), st.floats(0, 1), st.floats(0.01, 30)),
+        st.tuples(st.integers(-500, 2000), st.floats(0, 1), st.floats(1, 30)),
         min_size=1,
         max_size=60,
     )

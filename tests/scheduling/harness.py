@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 
 from layby.scheduling import (
+    KVPlace,
     Request,
     Scheduler,
     SchedulerConfig,
     Sequence,
     StepPlan,
+    Tier,
     Transfer,
     TransferEnd,
 )
@@ -67,6 +69,9 @@ class KVShadow:
             tokens += [next_token(item.sequence.tokens, seq.index) for seq in item.samplers]
         return tokens
 
+    def pool(self, tier: Tier) -> list[list[int | None]]:
+        return {Tier.DEVICE: self.device, Tier.RAM: self.swap, Tier.DISK: self.disk}[tier]
+
     def end_transfer(self, number: int, fault: str = "") -> TransferEnd:
         """Everything is moved now, so that nobody may have touched it in the meantime."""
         transfer, is_demotion = self.transfers.pop(number)
@@ -117,9 +122,14 @@ class Harness:
         self.scheduler.add_request(request)
         return request
 
-    def restart(self, *, keeps_tokens: bool) -> dict[str, Request]:
-        """Go on with new, empty pools, as another process would; what was live by id."""
-        before = self.scheduler
+    def restart(
+        self, *, keeps_tokens: bool, keeps_kv: bool = False, loses_kv: bool = False
+    ) -> dict[str, Request]:
+        """Go on with new pools, as another process would; what was live by id.
+
+        With ``keeps_kv`` who has some comes back parked, with ``loses_kv`` to find it unreadable.
+        """
+        before, old_shadow = self.scheduler, self.shadow
         self.scheduler = Scheduler(self.config, clock=lambda: self.now)
         self.shadow = KVShadow(self.config)
         # Whoever gave the pool another size gives the new one what was accepted needs.
@@ -137,10 +147,26 @@ class Harness:
             if keeps_tokens and old.first_token_time is not None:
                 request.continue_from([(s.output_tokens, s.finish_reason) for s in old.sequences])
                 request.first_token_time = old.first_token_time
-            self.scheduler.add_request(request, was_accepted=True)
+            may_keep = keeps_kv and (keeps_tokens or old.first_token_time is None)
+            place = before.locate_kv(old) if may_keep else None
+            if place is None or not self._park_again(request, place, old_shadow):
+                self.scheduler.add_request(request, was_accepted=True)
+            elif loses_kv:
+                assert self.scheduler.lose_kv(request.request_id)
             again[old.request_id] = request
         self.scheduler.check_integrity()
         return again
+
+    def _park_again(self, request: Request, before: KVPlace, old_shadow: KVShadow) -> bool:
+        """Copy what another process had of a request; False if there is no room."""
+        place = self.scheduler.add_parked(request, before.tables)
+        if place is None:
+            return False
+        blocks = zip(before.tables.blocks, place.tables.blocks, strict=True)
+        for old_block, block in blocks:
+            content = old_shadow.pool(before.tier)[old_block]
+            self.shadow.pool(place.tier)[block] = list(content)
+        return True
 
     def step(self) -> StepPlan:
         """One step, one second; everything is checked before and after."""

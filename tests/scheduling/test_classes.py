@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import math
+import random
+from dataclasses import fields
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from layby.engine import EngineConfig
 from layby.errors import ConfigError, InvalidRequestError
 from layby.scheduling import Request, RequestStatus, Scheduler, SchedulerConfig
 from tests.scheduling.harness import Harness, expected_tokens
@@ -331,6 +337,15 @@ def test_settings_that_cannot_work(fields: dict[str, object], message: str) -> N
         SchedulerConfig(num_blocks=4, **fields)  # type: ignore[arg-type]
 
 
+OF_AN_ENGINE: dict[str, Any] = {
+    option.name: option.default
+    for option in fields(EngineConfig)
+    if option.name
+    in ("headroom", "watermark", "urgent_window", "background_tokens", "preemption_threshold")
+}
+"""What ``layby serve`` leaves to urgent classes by default."""
+
+
 class Flood:
     """A high class that always has more work than fits: ``backlog`` of its requests wait, always.
 
@@ -464,6 +479,84 @@ class TestBoundedWait:
         assert long.is_finished
         assert long.claim == 200 // 30
         assert flood.worst_wait_s <= long.claim * aging_s + rounds * self.TOKENS
+
+    @pytest.mark.parametrize("demote_after_tokens", [None, 12])
+    @pytest.mark.parametrize(("prompt", "output"), [(4, 10), (40, 20), (200, 6)])
+    def test_with_the_settings_of_an_engine(
+        self, prompt: int, output: int, demote_after_tokens: int | None
+    ) -> None:
+        """Blocks are short, and room is kept for the high class, of which there is always some.
+
+        Jobs of the low class have prompts that take several steps at --background-tokens.
+        """
+        flood = Flood(
+            backlog=self.BACKLOG,
+            p=20,
+            o=20,
+            num_blocks=70,
+            num_swap_blocks=400,
+            priority_aging=self.AGING_S,
+            demote_after_tokens=demote_after_tokens,
+            **OF_AN_ENGINE,
+        )
+        for step in range(3000):
+            if step % 300 == 10 and step < 2400:
+                flood.add_low(self.CLASS, prompt, output)
+            flood.step()
+        # At least five of ten blocks run at a time, for 20 steps and a few of prefill.
+        rounds = -(-(self.BACKLOG + 5 + 1) // 5)
+        window_s = OF_AN_ENGINE["urgent_window"]
+        assert all(request.is_finished for request in flood.low)
+        assert flood.worst_wait_s <= self.CLASS * self.AGING_S + window_s + rounds * 25
+        assert flood.worst_wait_s >= (self.CLASS - 1) * self.AGING_S  # the flood is one
+
+    @settings(max_examples=25, deadline=None)
+    @given(
+        seed=st.integers(0, 10**9),
+        wait=st.integers(0, 2),
+        num_blocks=st.sampled_from([30, 50]),
+        num_swap_blocks=st.sampled_from([0, 20, 400]),
+        watermark=st.sampled_from([0.0, 0.4]),
+        urgent_window=st.sampled_from([0.0, 30.0]),
+        preemption_threshold=st.sampled_from([1.0, 0.7]),
+        demote_after_tokens=st.sampled_from([None, 5]),
+    )
+    def test_once_it_has_risen_nobody_who_comes_later_makes_any_difference(
+        self, seed: int, wait: int, **config: Any
+    ) -> None:
+        """What the bound rests on: then it waits for a fixed set of requests, and for no others."""
+        risen_at, entered_at = mixed_flood(seed, wait, config)
+        if risen_at < math.inf:
+            assert mixed_flood(seed, wait, config, ends_at=risen_at) == (risen_at, entered_at)
+
+
+def mixed_flood(
+    seed: int, wait: int, config: dict[str, Any], *, ends_at: float = math.inf
+) -> tuple[float, float]:
+    """Requests of all sizes and classes, from 0 down, of which class 0 alone is more than fits;
+    none come after 300 s.
+
+    Returns:
+        When a job of class 3, which comes in the middle, is of class 0 or better in its wait of
+        that number, and when it comes in then; infinity if that is never.
+    """
+    rng = random.Random(seed)
+    flood = Flood(backlog=0, p=0, o=0, max_num_seqs=8, priority_aging=15.0, **config)
+    job, risen_at = None, math.inf
+    while flood.scheduler.has_unfinished or flood.now <= 100:
+        if flood.now < min(300, ends_at) and rng.random() < 0.4:
+            priority = rng.choice([0, 0, 0, 0, 1, 3, 5])
+            flood.add(priority, rng.choice([3, 20, 50]), rng.choice([2, 20, 40]))
+        if flood.now == 100:
+            job = flood.add_low(3, rng.choice([5, 60]), 50)
+        flood.step()
+        if job is not None:
+            if len(flood.waits) > wait:
+                return risen_at, flood.now - 1
+            is_away = job.status in (RequestStatus.WAITING, RequestStatus.SWAPPED)
+            if risen_at == math.inf and len(flood.waits) == wait and is_away and job.rank <= 0:
+                risen_at = flood.now
+    return risen_at, math.inf
 
 
 class TestAParkedOneOfABetterClaim:

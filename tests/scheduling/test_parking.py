@@ -117,7 +117,7 @@ def test_urgent_work_finds_its_room_without_parking_anybody() -> None:
         while bench.scheduler.has_unfinished:
             bench.step(1.0)
         moves[window] = bench.scheduler.metrics.preemptions
-    assert moves[100.0] < 0.6 * moves[0.0]
+    assert moves[100.0] < 0.75 * moves[0.0]
 
 
 def test_less_urgent_prompts_make_no_long_steps_once_an_urgent_one_was_seen() -> None:
@@ -131,11 +131,33 @@ def test_less_urgent_prompts_make_no_long_steps_once_an_urgent_one_was_seen() ->
     assert bench.step().num_tokens == 8 + 3 + 1
     bench.add("again", 50, 2)
     plan = bench.step()
-    assert plan.num_tokens == 50 + 3 + 1  # while urgent work prefills, the others wait
+    assert plan.num_tokens == 50 + 3  # while urgent work prefills, the others wait
     for _ in range(3):
         assert bench.step().num_tokens <= 8 + 5
     bench.now += 11.0
     assert bench.step().num_tokens > 100
+
+
+def test_less_urgent_decodes_sit_out_a_step_with_an_urgent_prompt_but_never_two_on_end() -> None:
+    bench = Bench(urgent_window=10.0, num_blocks=400, max_num_batched_tokens=64)
+    jobs = [bench.add(f"b{number}", 4, 60, priority=5) for number in range(3)]
+    equal = bench.add("equal", 4, 60)
+    for _ in range(3):
+        bench.step(1.0)
+    bench.add("urgent", 300, 2)  # takes five steps and more
+    took_part = []
+    while bench.scheduler.requests["urgent"].first_token_time is None:
+        plan = bench.step(1.0)
+        computed = {item.sequence.request for item in plan.scheduled}
+        assert equal in computed
+        assert {seq.request for seq in plan.paused} == set(jobs) - computed
+        took_part.append(computed >= set(jobs))
+    assert len(took_part) >= 5
+    assert took_part == [number % 2 == 1 for number in range(len(took_part))]
+    assert not bench.step().paused
+    while bench.scheduler.has_unfinished:
+        bench.step()
+    assert {len(job.sequences[0].tokens) for job in jobs} == {64}
 
 
 def test_above_the_threshold_the_least_urgent_is_parked_ahead_of_need() -> None:

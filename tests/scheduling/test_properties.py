@@ -161,6 +161,24 @@ class RandomTraffic(RuleBasedStateMachine):
         assert request.priority == request.claim == request.rank == priority
         self.harness.scheduler.check_integrity()
 
+    @precondition(lambda self: len(self.harness.scheduler.swapped))
+    @rule(data=st.data())
+    def urge(self, data: st.DataObject) -> None:
+        """A parked request becomes the most urgent of all: whoever is in its way leaves."""
+        scheduler, config = self.harness.scheduler, self.harness.config
+        request = data.draw(st.sampled_from(list(scheduler.swapped)))
+        best = min(min(other.rank, other.claim) for other in scheduler.requests.values())
+        scheduler.set_priority(request.request_id, best - 1)
+        is_free_to_come = (
+            config.policy == "swapped-first"
+            and config.preemption_threshold == 1  # who is parked ahead of need leaves in its stead
+            and config.max_num_batched_tokens - config.max_num_seqs >= request.num_live_seqs
+            and scheduler.tiers.is_in_ram(request)
+            and not scheduler.is_resizing
+        )
+        plan = self.harness.step()
+        assert request in plan.resumed or not is_free_to_come
+
     @rule(seconds=st.sampled_from([0.1, 5.0, 1e6]))
     def pass_time(self, seconds: float) -> None:
         self.harness.now += seconds
@@ -179,12 +197,14 @@ class RandomTraffic(RuleBasedStateMachine):
             self.cut_short.add(request.request_id)
 
     @precondition(lambda self: self.harness.scheduler.requests)
-    @rule(keeps_tokens=st.booleans())
-    def restart(self, keeps_tokens: bool) -> None:
+    @rule(keeps_tokens=st.booleans(), kv=st.sampled_from(["none", "kept", "lost"]))
+    def restart(self, keeps_tokens: bool, kv: str) -> None:
         """The process ends between two steps; another one goes on with what was unfinished."""
         metrics = self.harness.scheduler.metrics
         self.ended_before += metrics.requests_finished + metrics.requests_aborted
-        again = self.harness.restart(keeps_tokens=keeps_tokens)
+        again = self.harness.restart(
+            keeps_tokens=keeps_tokens, keeps_kv=kv != "none", loses_kv=kv == "lost"
+        )
         self.accepted = [again.get(r.request_id, r) for r in self.accepted]
         if not keeps_tokens:  # what ended early is generated to its end this time
             self.cut_short -= again.keys()
@@ -208,7 +228,7 @@ class RandomTraffic(RuleBasedStateMachine):
         assert self.ended_before + ended == len(self.accepted)
 
 
-EXAMPLES = int(os.environ.get("LAYBY_SCHEDULER_EXAMPLES", "2000"))
+EXAMPLES = int(os.environ.get("LAYBY_SCHEDULER_EXAMPLES", "1000"))
 
 RandomTraffic.TestCase.settings = settings(
     max_examples=EXAMPLES,

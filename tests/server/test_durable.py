@@ -204,7 +204,7 @@ def test_another_class_is_that_of_the_next_start_as_well(tmp_path: Path) -> None
     assert json.loads(call)["priority"] == 5
 
 
-@pytest.mark.parametrize("after", [0, 1, 3, 8, 100])
+@pytest.mark.parametrize("after", [0, 1, 3, 8])
 def test_a_stream_can_begin_after_any_token(tmp_path: Path, after: int) -> None:
     async def run() -> None:
         async with durable(tmp_path) as (client, _):
@@ -222,6 +222,55 @@ def test_a_stream_can_begin_after_any_token(tmp_path: Path, after: int) -> None:
                 assert (first["text"], first["logprobs"]["text_offset"]) == ("b", [2])
 
     asyncio.run(run())
+
+
+def test_a_stream_cannot_begin_after_more_tokens_than_there_can_be(tmp_path: Path) -> None:
+    """A mistyped number looked like an answer that had ended with nothing more to say."""
+
+    async def run() -> None:
+        async with durable(tmp_path, slow()) as (client, _):
+            path = "/v1/requests/mine?stream=true&starting_after="
+            post = asyncio.create_task(client.post(COMPLETIONS, json=BODY, headers=MINE))
+            await until_it_runs(client, "/v1/requests/mine")
+            for _ in ("live", "finished"):
+                answer = await client.get(f"{path}9")
+                assert answer.status_code == 400
+                assert "no choice has more than 8 tokens" in answer.json()["error"]["message"]
+                assert (await client.get(f"{path}8")).text == "data: [DONE]\n\n"
+                await post
+
+    asyncio.run(run())
+
+
+def test_an_answer_that_somebody_only_asked_about_is_still_there(tmp_path: Path) -> None:
+    """HEAD counted as fetching it, and an answer to an id of the server's is kept for one fetch."""
+    made = ""
+
+    def row(column: str) -> str:
+        with sqlite3.connect(tmp_path / "journal.sqlite3") as database:
+            [[value]] = database.execute(f"SELECT {column} FROM calls")
+        return str(value)
+
+    async def leave_it() -> None:
+        nonlocal made
+        async with durable(tmp_path, slow()) as (client, engine):
+            post = asyncio.create_task(client.post(COMPLETIONS, json={**BODY, "stream": True}))
+            await until(lambda: engine.stats().generation_tokens > 2, "it runs")
+            made = row("id")
+            await engine.shutdown(0.0)  # its stream breaks off: nothing was delivered
+            await post
+
+    async def ask() -> None:
+        async with durable(tmp_path) as (client, _):
+            path = f"/v1/requests/{made}"
+            await until(lambda: row("status") == "done", "it has ended")
+            for query in ("", "?stream=true"):
+                for _ in range(2):
+                    assert (await client.head(path + query)).status_code == 200
+            assert (await client.get(path)).json()["status"] == "completed"
+
+    asyncio.run(leave_it())
+    asyncio.run(ask())
 
 
 def test_a_stream_joined_in_the_middle_goes_on_live(tmp_path: Path) -> None:

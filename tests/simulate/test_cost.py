@@ -40,7 +40,7 @@ def curves(draw: st.DrawFn, start: float | None = None) -> tuple[tuple[int, floa
     return tuple(knots)
 
 
-move_costs = st.builds(MoveCost, seconds, seconds)
+move_costs = st.builds(MoveCost, seconds, seconds, st.none() | seconds)
 cost_models = st.builds(
     CostModel,
     rows_s=curves(start=1.0),
@@ -176,3 +176,27 @@ def test_a_move_that_costs_no_number_is_refused(bad: Any) -> None:
         MoveCost(fixed_s=bad)
     with pytest.raises(ConfigError, match=r"block_s must be a finite number"):
         MoveCost(block_s=bad)
+
+
+def test_what_runs_beside_a_step_costs_only_what_it_takes_longer() -> None:
+    """Out and in at once, beside a forward pass of a second; what is in the way stays so."""
+    cost = CostModel(
+        rows_s=((0, 0.0), (1, 1.0), (2, 1.0)),
+        swap_out=MoveCost(0.1, 0.01, 0.2),
+        swap_in=MoveCost(0.1, 0.01, 0.3),
+    )
+    assert cost.step_s(StepLoad(decode_tokens=1, blocks_out=5)) == pytest.approx(1.15)
+    assert cost.step_s(StepLoad(decode_tokens=1, blocks_out=10)) == pytest.approx(2.0 + 0.2)
+    both = StepLoad(decode_tokens=1, blocks_out=5, blocks_in=4)
+    assert cost.step_s(both) == pytest.approx(1.2 + 0.15 + 0.14)
+    assert cost.step_s(StepLoad(blocks_in=2)) == pytest.approx(0.12 + 0.6)
+
+
+def test_the_choice_of_a_way_out_counts_the_whole_of_a_move() -> None:
+    cost = CostModel(rows_s=((0, 0.0), (1, 1.0)), swap_out=MoveCost(9.0, 0.01, 0.2))
+    assert cost.move_costs(1).out_s == pytest.approx(0.21)
+
+
+def test_what_runs_beside_grows_with_the_block() -> None:
+    assert MoveCost(1.0, 2.0, 3.0).scaled(2) == MoveCost(1.0, 4.0, 6.0)
+    assert MoveCost(1.0, 2.0).scaled(2) == MoveCost(1.0, 4.0)

@@ -17,11 +17,13 @@ from hypothesis import strategies as st
 from layby.engine import recorder
 from layby.engine.recording import file as recording_file
 from layby.errors import LaybyError
+from layby.execution.faults import Faults
 from layby.sampling_params import SamplingParams
 from layby.scheduling import SchedulerConfig
 from layby.simulate.profiles import load_profile
 from layby.simulate.recordings import Check, ReplayReport, replay_recording
-from layby.simulate.simulation import simulate
+from layby.simulate.resizes import PoolResize
+from layby.simulate.simulation import Simulation, simulate
 from layby.simulate.traces import TraceError, read_trace
 from tests.engine.harness import spell
 from tests.engine.recorded import RecordedHarness, record
@@ -359,6 +361,41 @@ def test_what_an_earlier_process_began_goes_on_in_a_replay(tmp_path: Path) -> No
     assert checked(write(tmp_path / "lie", rows)).difference is not None
 
 
+def test_what_came_back_with_its_kv_is_parked_in_a_replay_too(tmp_path: Path) -> None:
+    """One of four finds its KV unreadable; a replay knows which, and where the others lie."""
+    first = RecordedHarness(tmp_path / "first", block_size=4, num_blocks=60)
+    asked = [(list(b"x" * (9 + k)), SamplingParams(n=1 + k % 2, max_tokens=20)) for k in range(4)]
+    for prompt, params in asked:
+        first.engine.add_request(prompt, params)
+    for _ in range(6):
+        first.engine.step()
+    saved = first.engine.unfinished_kv()
+    assert saved.save(tmp_path / "kv") == 4
+    outputs = [
+        [(list(seq.output_tokens), None) for seq in request.sequences]
+        for request in first.scheduler.requests.values()
+    ]
+    harness = RecordedHarness(tmp_path / "r", block_size=4, num_blocks=30)
+    kept = harness.engine.open_kept(tmp_path / "kv", Faults.parse("state.read=eio:0.3,seed=2"))
+    assert kept is not None
+    for (prompt, params), had in zip(asked, outputs, strict=True):
+        prepared = harness.engine.prepare_again(
+            prompt, params, priority=0, cache_salt="", age_s=1.0, outputs=had, kept=kept
+        )
+        harness.engine.submit(prepared)
+    harness.run()
+    harness.close()
+    kept.close()
+    assert checked(tmp_path / "r").difference is None
+    rows = rows_of(tmp_path / "r")
+    arrivals = [row for row in rows if row.get("again")]
+    assert all(row["computed"] for row in arrivals)
+    assert 0 < sum(row["e"] == "lost" for row in rows) < 4
+    arrivals[-1]["computed"][0] -= 4
+    arrivals[-1]["kept"][0].pop()
+    assert checked(write(tmp_path / "lie", rows)).difference is not None
+
+
 # --- lies ---
 
 
@@ -678,6 +715,40 @@ def test_a_recording_is_a_trace(tmp_path: Path) -> None:
     assert first.prefix[:3] == second.prefix[:3]
     assert first.prefix[3] != second.prefix[3]
     assert cut.prefix == aborted.prefix == ()
+
+
+def test_a_trace_has_the_sizes_of_the_pool(tmp_path: Path) -> None:
+    """Each from the step that made it so, also where the file begins with another than the first;
+    in blocks of another size they hold as many tokens."""
+    record(tmp_path / "r", meddling=resize, **PRESSURE)
+    told = [row["size"] for row in rows_of(tmp_path / "r") if row["e"] == "size"]
+    trace = read_trace(tmp_path / "r")
+    sizes = [each.num_blocks for each in trace.resizes]
+    assert len(sizes) > 3
+    assert sizes == [size for size in told if size in sizes]  # but for those overtaken by the next
+    times = [each.at_s for each in trace.resizes]
+    assert times == sorted(times)
+    assert times[0] >= 0
+    assert times[-1] < trace.duration_s * 2
+    config = SchedulerConfig(num_blocks=200, num_swap_blocks=50, block_size=4)
+    simulation = Simulation(trace, load_profile("a100-llama3-8b"), config)
+    simulation.run()
+    reached = [each.num_blocks for each in trace.resizes if each.at_s < trace.duration_s]
+    assert simulation.scheduler.target_blocks in reached[-1:] + sizes[len(reached) :]
+    assert PoolResize(0.0, 30, block_tokens=4).blocks_of(16) == 7
+    assert trace.scaled(rate_scale=2).resizes[0].at_s == times[0] / 2
+
+
+def test_a_part_begins_with_the_size_of_then(tmp_path: Path) -> None:
+    harness = RecordedHarness(tmp_path / "r", max_bytes=200, num_blocks=40)
+    for _ in range(4):
+        harness.engine.add_request("abcd", SamplingParams(max_tokens=9))
+        harness.run()
+        if harness.scheduler.target_blocks == 40:
+            harness.engine.resize_kv_pool(25)
+    harness.close()
+    trace = read_trace(tmp_path / "r.1")
+    assert [(each.at_s, each.num_blocks) for each in trace.resizes] == [(0.0, 25)]
 
 
 def test_a_trace_has_who_was_accepted_and_answered(pressure: Path) -> None:

@@ -397,6 +397,31 @@ def test_a_swap_moves_the_blocks_and_takes_its_time() -> None:
     assert log.overall().itl_s.count == 16
 
 
+def test_a_pool_that_shrinks_parks_the_latest_until_it_grows_again() -> None:
+    """The sixth step, at 5 s, stores a ninth position each: six blocks, of which there are five."""
+    trace = replace(
+        trace_of((0.0, 4, 16), (0.0, 4, 16)),
+        resizes=[PoolResize(3.5, 5), PoolResize(8.5, 40)],
+    )
+    simulation, log = run(trace, num_blocks=20, preemption_mode="swap")
+    first, second = log.records()
+    assert first.finish_s == 16.0
+    states = [(state.value, start_s, end_s) for state, start_s, end_s in second.spans]
+    assert states[:2] == [("running", 0.0, 5.0), ("swapped", 5.0, 9.0)]
+    assert second.finish_s == 20.0
+    assert simulation.scheduler.metrics.preemptions_swap == 1
+    assert changes(simulation, "num_blocks") == {0.0: 20.0, 4.0: 5.0, 9.0: 40.0}
+
+
+def test_an_idle_server_changes_its_pool_at_once() -> None:
+    trace = replace(trace_of((0.0, 4, 1), (50.0, 4, 1)), resizes=[PoolResize(20.0, 7)])
+    simulation, log = run(trace, replace(FLAT, rows_s=((0, 0.5), (1, 1.0), (2, 1.0))))
+    reached = [at_s for at_s, size in changes(simulation, "num_blocks").items() if size == 7.0]
+    assert reached[0] == pytest.approx(20.0, abs=0.1)
+    assert [record.ttft_s for record in log.records()] == [1.0, 1.0]
+    assert simulation.steps == 3
+
+
 def test_without_a_swap_pool_the_same_is_computed_again() -> None:
     simulation, log = run(trace_of((0.0, 4, 9), (0.0, 4, 9)), num_blocks=4, num_swap_blocks=0)
     first, second = log.records()

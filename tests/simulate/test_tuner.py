@@ -93,10 +93,11 @@ def test_every_setting_of_the_scheduler_is_searched_or_held_on_purpose() -> None
 
 
 def test_defaults_are_among_the_rungs_and_change_nothing() -> None:
-    space = SearchSpace(make_profile(max_num_seqs=13), search_policy=True)
+    space = SearchSpace(make_profile(max_num_seqs=13), several_classes=True, search_policy=True)
     for name, rungs in space.rungs.items():
         assert space.defaults[name] in rungs
-        assert isinstance(rungs[0], str) or list(rungs) == sorted(rungs)
+        numbers = [math.inf if rung is None else rung for rung in rungs]
+        assert isinstance(rungs[0], str) or numbers == sorted(numbers)
     assert space.config(space.defaults) == space.base
     assert space.base.max_num_seqs == 13
     assert space.base.max_queue is None
@@ -112,6 +113,45 @@ def test_what_is_given_is_held_and_limits_the_rest() -> None:
     config = space.config({"max_num_seqs": 32, "headroom": 2.0})
     assert (config.max_num_batched_tokens, config.num_swap_blocks) == (32, 7)
     assert (config.max_num_seqs, config.headroom) == (32, 2.0)
+
+
+CLASS_SETTINGS = {
+    "urgent_window",
+    "background_tokens",
+    "preemption_threshold",
+    "priority_aging",
+    "demote_after_tokens",
+}
+
+
+def test_settings_of_classes_are_searched_where_there_are_several() -> None:
+    assert not CLASS_SETTINGS & set(SearchSpace(make_profile()).rungs)
+    space = SearchSpace(make_profile(), {"priority_aging": 7.0}, several_classes=True)
+    assert set(space.rungs) >= CLASS_SETTINGS - {"priority_aging"}
+    assert space.base.priority_aging == 7.0
+
+
+def test_what_is_off_is_written_so_and_has_no_neighbours() -> None:
+    space = SearchSpace(make_profile(), several_classes=True)
+    settings = dict(space.defaults) | {"preemption_threshold": 0.9, "demote_after_tokens": 64}
+    flags = dict(space.serve_flags(settings))
+    assert (flags["--preemption-threshold"], flags["--demote-after-tokens"]) == ("0.9", "64")
+    assert "--priority-aging" not in flags  # serve has it off, too
+    moved = [(name, moved[name]) for name, moved in space.neighbours(settings)]
+    assert ("preemption_threshold", 1.0) in moved
+    assert ("demote_after_tokens", 80) in moved
+    assert "priority_aging" not in dict(moved)
+
+
+def test_a_trace_of_two_classes_is_tuned_the_same_each_time() -> None:
+    """With few trials, of which each must be one that the scheduler takes."""
+    trace = Trace(
+        "two", [TraceRequest(i * 0.05, 20, 40, priority=5 * (i % 3 > 0)) for i in range(9)]
+    )
+    first, again = (tune(trace, make_profile(), SLO, trials=9) for _ in range(2))
+    assert first.as_dict() == again.as_dict()
+    assert set(first.trials[0].settings) >= CLASS_SETTINGS
+    assert any(trial.settings["priority_aging"] is not None for trial in first.trials)
 
 
 def test_tokens_follow_sequences() -> None:

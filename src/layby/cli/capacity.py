@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,6 +29,9 @@ if TYPE_CHECKING:
 
     from layby.simulate.capacity import Capacity, Replicas
 
+_MAX_RATE = 1e9
+"""Requests per second; more is a slip of the finger."""
+
 
 @takes(options=scheduler_flags())
 def capacity(
@@ -54,7 +56,8 @@ def capacity(
 
     The traffic is played faster and slower, several times on end if it is short, until the rate is
     known to 2%. No rate counts that the server could not keep up for ever. With --rate, the load is
-    taken to be balanced evenly over the servers: each gets a request in turn.
+    taken to be balanced evenly over the servers: each gets a request in turn. No load is shed, and
+    the pool keeps its size.
     """
     from layby.simulate.capacity import capacity as find
     from layby.simulate.capacity import replicas
@@ -64,8 +67,8 @@ def capacity(
 
     log_to_stderr()
     promised = parse_slo(slo)
-    if rate is not None and not 0 < rate < math.inf:
-        raise ConfigError(f"rate must be a positive finite number, got {rate:g}")
+    if rate is not None and not 0 < rate <= _MAX_RATE:
+        raise ConfigError(f"rate must be above 0 and at most {_MAX_RATE:g}, got {rate:g}")
     machine = load_profile(profile)
     config = scheduler_config(machine, **options)
     played = load_trace(

@@ -11,6 +11,7 @@ import typer
 from layby.cli.flags import engine_flags, takes
 from layby.cli.terminal import (
     JsonTarget,
+    check_apart,
     check_target,
     log_to_stderr,
     table_console,
@@ -47,6 +48,7 @@ def profile(
     from layby.simulate.profiling import profile_model
 
     log_to_stderr()
+    check_apart(out=out, json=json)
     result = profile_model(engine, name=Path(out).stem, limit_s=limit, progress=sys.stderr.isatty())
     result.save(out)
     show_profile(result, table_console(json))
@@ -105,4 +107,7 @@ def show_profile(profile: Profile, console: Console) -> None:
 def _move(cost: MoveCost | None) -> str:
     if cost is None:
         return "not measured: no --swap-dir"
-    return f"{cost.fixed_s * 1e6:.1f} µs + {cost.block_s * 1e6:.2f} µs per block"
+    told = f"{cost.fixed_s * 1e6:.1f} µs + {cost.block_s * 1e6:.2f} µs per block"
+    if cost.beside_block_s is None:
+        return told
+    return f"{told}, {cost.beside_block_s * 1e6:.2f} µs more beside the step"

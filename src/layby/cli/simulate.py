@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -13,9 +14,11 @@ import typer
 
 from layby.cli.flags import FlagGroup, _flag, takes
 from layby.cli.terminal import (
+    STDOUT,
     HtmlTarget,
     JsonTarget,
-    check_target,
+    check_apart,
+    check_stream,
     log_to_stderr,
     progress_bar,
     table_console,
@@ -203,9 +206,10 @@ def simulate(
         str | None,
         typer.Option(
             metavar="FILE",
-            help="Write a row for each request that finished.",
+            help="Write a row for each request that finished; -: to standard output, and nothing "
+            "else there.",
             show_default="none",
-            callback=check_target,
+            callback=check_stream,
         ),
     ] = None,
     html: HtmlTarget = None,
@@ -214,7 +218,8 @@ def simulate(
     """Play a trace of requests on a virtual clock: what would this server have done?
 
     Scheduler, policies and block pools are those of layby serve; only the time that a step takes
-    comes from a profile. The same command gives the same figures, bit for bit.
+    comes from a profile. The same command gives the same figures, bit for bit. Exit status is 1 if
+    no request was served.
     """
     from layby.simulate.compare import compare as compare_policies
     from layby.simulate.compare import parse_policies, sentence
@@ -226,6 +231,7 @@ def simulate(
     from layby.simulate.slo import parse_slo
 
     log_to_stderr()
+    check_apart(json=json, csv=csv, html=html)
     promised = None if slo is None else parse_slo(slo)
     policies = () if compare is None else parse_policies(compare)
     if policies and csv is not None:
@@ -247,7 +253,7 @@ def simulate(
         "seed": seed,
         "slo": None if promised is None else str(promised),
     }
-    console = table_console(json)
+    console = table_console(STDOUT if csv == STDOUT else json)
     verdict: str | None = None
     if policies:
         with progress_bar("Simulating", unit="requests") as bar:
@@ -302,6 +308,11 @@ def simulate(
     if json is not None:
         known = [report.as_dict() for report in reports]
         write_json(json, {"comparison": verdict, "runs": known} if policies else known[0])
+    if not any(report.result.requests_finished for report in reports):
+        raise LaybyError(
+            f"no request was served: all {len(played):,} were refused; the first: "
+            f"{reports[0].refusals.first_reason}"
+        )
 
 
 def show_reports(reports: Sequence[SimulationReport], trace: Trace, console: Console) -> None:
@@ -368,6 +379,9 @@ def _refused(report: SimulationReport) -> str:
 
 @contextmanager
 def _csv_file(name: str) -> Iterator[TextIO]:
+    if name == STDOUT:
+        yield sys.stdout
+        return
     try:
         file = Path(name).open("w", encoding="utf-8", newline="")  # noqa: SIM115  # closed below
     except OSError as error:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from layby.errors import LaybyError
+from layby.errors import ConfigError, LaybyError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,14 +31,38 @@ def help_if_alone(context: typer.Context) -> None:
         print(context.get_help())
 
 
-def check_target(target: str | None) -> str | None:
-    """Refuse a file that cannot be written before the work begins, not after."""
+def check_stream(target: str | None) -> str | None:
+    """Refuse a file that cannot be written before the work begins, not after; ``-`` is none."""
     if target is not None and target != STDOUT:
         path = Path(target)
         if path.is_dir() or not path.absolute().parent.is_dir():
             why = "is a directory" if path.is_dir() else "is in a directory that does not exist"
             raise typer.BadParameter(f"{target} {why}")
     return target
+
+
+def check_target(target: str | None) -> str | None:
+    """The same for what must be a file."""
+    if target == STDOUT:
+        raise typer.BadParameter("must name a file: this is nothing for standard output")
+    return check_stream(target)
+
+
+def check_apart(**targets: str | None) -> None:
+    """Refuse two outputs, by the names of their flags, that would overwrite each other.
+
+    Raises:
+        ConfigError: Two of them go to one place.
+    """
+    taken: dict[Path, str] = {}
+    for name, target in targets.items():
+        if target is None:
+            continue
+        path = Path(target) if target == STDOUT else Path(target).resolve()
+        other = taken.setdefault(path, name)
+        if other != name:
+            place = "standard output" if target == STDOUT else target
+            raise ConfigError(f"--{other} and --{name} both write to {place}")
 
 
 JsonTarget = Annotated[
@@ -49,7 +73,7 @@ JsonTarget = Annotated[
         help="Write the result as JSON to this file; -: to standard output, and nothing else "
         "there.",
         show_default="none",
-        callback=check_target,
+        callback=check_stream,
     ),
 ]
 """The parameter of every command that can report in JSON."""

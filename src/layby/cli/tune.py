@@ -24,6 +24,7 @@ from layby.cli.simulate import (
 from layby.cli.terminal import (
     HtmlTarget,
     JsonTarget,
+    check_apart,
     check_target,
     log_to_stderr,
     progress_bar,
@@ -99,9 +100,12 @@ def tune(
 ) -> None:
     """Search the settings under which a server answers this traffic best, on a virtual clock.
 
-    Searched are --max-num-seqs, --max-num-batched-tokens, --headroom, --preemption-mode and
-    --swap-gib, for throughput and for the SLO; each of them that is set to other than its default
-    is held there. The queue has no limit, and no load is shed. The same seed gives the same result.
+    Searched are --max-num-seqs, --max-num-batched-tokens, --headroom, --watermark,
+    --preemption-mode and --swap-gib, and with several classes of requests --urgent-window,
+    --background-tokens, --preemption-threshold, --priority-aging and --demote-after-tokens, for
+    throughput and for the SLO; each of them that is set to other than its default is held there.
+    The queue has no limit, and no load is shed. The same seed gives the same result. Exit status is
+    1 if nothing that was tried meets the SLO.
     """
     from layby.simulate.profiles import load_profile
     from layby.simulate.slo import parse_slo
@@ -109,6 +113,7 @@ def tune(
     from layby.simulate.tuner import tune as search
 
     log_to_stderr()
+    check_apart(json=json, html=html, study=study)
     promised = parse_slo(slo)
     machine = load_profile(profile)
     played = load_trace(
@@ -141,6 +146,11 @@ def tune(
             raise LaybyError(f"cannot write {html}: {error.strerror or error}") from error
     if json is not None:
         write_json(json, result.as_dict())
+    if not result.outcome.met:
+        raise LaybyError(
+            f"the SLO {promised} was met by none of {counted(len(result.trials), 'trial')}: "
+            f"{'; '.join(result.outcome.misses)}"
+        )
 
 
 def show_tuning(result: TuneResult, console: Console) -> None:

@@ -46,7 +46,8 @@ class CostMeter:
         num_prefilled = sum(
             item.num_tokens for item in plan.scheduled[plan.num_steady :] if item.num_tokens > 1
         )
-        if num_prefilled >= LEAST_TOKENS:
+        # Where some sat the step out, it holds less decoding than an ordinary one.
+        if num_prefilled >= LEAST_TOKENS and not plan.paused:
             prefill_s = computed_s - (self._decode_s or 0.0 if plan.num_steady else 0.0)
             if prefill_s > 0:
                 self._token_s = _mean(self._token_s, prefill_s / num_prefilled)

@@ -1,6 +1,6 @@
 """``--elastic-memory``: the KV pool follows the memory that is left, in steps that nobody notices.
 
-Between two steps of the engine, once a second, the signals are read and the advice of
+Between two steps of the engine, once a second or more often, the signals are read and the advice of
 ``memory_signals`` becomes a *goal* for the device pool. A smaller pool is approached by a stage per
 step, because whatever a stage gives up has to be parked, moved and handed back to the system, and
 meanwhile nothing is computed.
@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("layby.engine")
 
 LOOK_INTERVAL_S = 1.0
-"""Seconds between two looks at the signals."""
+"""Seconds between two looks at the signals …"""
+
+CLOSE_LOOK_INTERVAL_S = 0.25
+"""… and while some source has less than ample room, which others may take within a second."""
 
 LOG_INTERVAL_S = 30.0
 """Least seconds between two log lines about changes in the same direction."""
@@ -41,7 +44,8 @@ STAGE_BYTES = 256 * 2**20
 """Most that a pool gives up in one step: some 20 ms of a system that takes pages back."""
 
 LEAST_STAGE_BYTES = 16 * 2**20
-"""Least, however little room there is for what is parked before its pages are given back."""
+"""Least that it does where everybody is parked, however little room there is for that before the
+pages are given back; half of the room otherwise."""
 
 PARKING_PRICE_S = 3600.0
 """What moving a block to the swap pool is said to cost while RAM is short."""
@@ -139,7 +143,7 @@ class ElasticPool:
         """Look at the memory if it is time, and settle the size for the next step."""
         now = scheduler.clock()
         if self._next_look_s is None or now >= self._next_look_s:
-            self._next_look_s = now + LOOK_INTERVAL_S
+            self._next_look_s = now + LOOK_INTERVAL_S  # also if this one fails
             self._look(now, scheduler)
         if self.goal is not None and not scheduler.is_resizing:
             self._approach(self.goal, scheduler)
@@ -148,6 +152,9 @@ class ElasticPool:
 
     def _look(self, now: float, scheduler: Scheduler) -> None:
         pool, sources = scheduler.device_pool, self._read()
+        ample = self._advisor.settings.ample_room
+        if any(source.room_bytes < ample * source.limit_bytes for source in sources):
+            self._next_look_s = now + CLOSE_LOOK_INTERVAL_S
         pool_bytes = pool.num_blocks * self._block_bytes
         in_place = self._room_beside is None
         resident_bytes = pool.num_touched * self._block_bytes if in_place else pool_bytes
@@ -155,8 +162,10 @@ class ElasticPool:
         returned_bytes = self._follow_shortage(scheduler) if in_place else 0
         if advice.target_bytes < pool_bytes:
             self._shrink(now, scheduler, advice.target_bytes + returned_bytes, advice.reason)
-            room = min(source.room_bytes for source in sources)
-            stage_bytes = min(STAGE_BYTES, max(LEAST_STAGE_BYTES, room // 2))
+            stage_bytes = STAGE_BYTES
+            if scheduler.config.preemption_mode == "swap":  # whoever leaves is parked first
+                room = min(source.room_bytes for source in sources)
+                stage_bytes = min(STAGE_BYTES, max(LEAST_STAGE_BYTES, room // 2))
             self._stage_blocks = max(1, stage_bytes // self._block_bytes)
         elif advice.target_bytes > pool_bytes:
             self._grow(now, scheduler, advice.target_bytes, advice.reason)
@@ -184,7 +193,8 @@ class ElasticPool:
         if goal < self.min_blocks:
             self._log(now, "stay", size, size, f"{reason}, too little to copy the pool")
             return
-        if goal >= (size if self.goal is None else min(size, self.goal)):
+        wanted = scheduler.target_blocks if self.goal is None else self.goal
+        if goal >= min(size, wanted):  # it is, or waits for a request that may need more
             return
         self.goal = goal
         self.shrinks += 1

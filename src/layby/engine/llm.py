@@ -34,6 +34,7 @@ class LLM:
         model: As :class:`EngineConfig`.
         options: The other fields of :class:`EngineConfig`; unlike there, the queue has no limit
             unless ``max_queue`` gives one, and nothing is shed unless ``shed_load`` says so.
+            With ``elastic_memory`` the pool follows the memory while something runs.
 
     Raises:
         ConfigError, ModelError: The settings or the model cannot work.

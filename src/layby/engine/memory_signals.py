@@ -28,6 +28,10 @@ from pathlib import Path
 from layby.engine.memory import cgroup_directories
 from layby.errors import ConfigError
 
+STALL_WINDOW_S = 1.0
+"""Seconds over which stalls are looked at, at least: a shorter one says nothing about a second."""
+
+
 # --- what the kernel says ---
 
 
@@ -249,15 +253,15 @@ class PoolAdvisor:
         return share * source.limit_bytes
 
     def _stalling(self, now: float, sources: Sequence[MemorySource]) -> dict[str, float]:
-        """Sources whose tasks stall too much, and the share of the time since the last reading."""
+        """Sources whose tasks stall too much, and the share of the time that they do."""
         stalling = {}
         for source in sources:
             if source.stalled_us is None:
                 continue
-            since_s, before_us = self._stalled_us.get(source.name, (now, source.stalled_us))
-            self._stalled_us[source.name] = now, source.stalled_us
-            if now <= since_s:
+            since_s, before_us = self._stalled_us.setdefault(source.name, (now, source.stalled_us))
+            if now - since_s < STALL_WINDOW_S:
                 continue
+            self._stalled_us[source.name] = now, source.stalled_us
             share = (source.stalled_us - before_us) / 1e6 / (now - since_s)
             if share >= self.settings.stall_share and source.room_bytes < self._share(
                 "stall_room", source

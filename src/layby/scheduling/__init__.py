@@ -13,6 +13,7 @@ from layby.scheduling.blocks import BlockPool, OutOfBlocksError, PoolState
 from layby.scheduling.budget import SchedulingBudget
 from layby.scheduling.config import SchedulerConfig
 from layby.scheduling.costs import Decision, MoveCosts
+from layby.scheduling.entry import Fit
 from layby.scheduling.kept import KVPlace, KVTables, Tier
 from layby.scheduling.memory import KVMemory
 from layby.scheduling.metrics import SchedulerMetrics
@@ -33,7 +34,7 @@ from layby.scheduling.request import (
     RequestStatus,
     Sequence,
 )
-from layby.scheduling.scheduler import Fit, IdleState, Scheduler
+from layby.scheduling.scheduler import IdleState, Scheduler
 
 __all__ = [
     "POLICIES",

@@ -99,6 +99,10 @@ class BlockPool:
         """How many holders the block has."""
         return self._ref_counts[block]
 
+    def holders(self) -> dict[int, int]:
+        """How many holders every held block has. O(blocks)."""
+        return {block: count for block, count in enumerate(self._ref_counts) if count}
+
     def allocate(self, count: int) -> list[int]:
         """Take ``count`` blocks, each with one holder and no known content.
 

@@ -227,7 +227,7 @@ class Classes:
             AssertionError: They do not.
         """
         for queue in (*self._queues.values(), self._rising, self._sinking):
-            assert all(request in queue for request in queue), f"{queue} is out of order"
+            queue.check_integrity()
         for request in requests:
             assert request.rank <= request.claim
             assert request.claim >= request.priority

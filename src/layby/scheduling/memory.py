@@ -537,8 +537,8 @@ class KVMemory:
             (self.swap, in_swap),
             (self.disk, on_disk),
         ):
-            for block in range(pool.extent):
-                assert pool.ref_count(block) == tables[block], (
-                    f"block {block} counts {pool.ref_count(block)} holders, "
-                    f"but stands {tables[block]} times in the tables"
-                )
+            holders = pool.holders()
+            assert holders == tables, (
+                f"blocks count other holders than stand in the tables, "
+                f"as (block, count): {sorted(holders.items() ^ tables.items())}"
+            )

@@ -104,6 +104,7 @@ class StepPlan:
         resumed: Requests that came back from the swap pool in this step.
         lost: Parked requests whose KV was given up for lack of room; they wait again.
         admitted: Requests that came from the waiting queue in this step.
+        paused: Running sequences that sit the step out, for the sake of more urgent work.
         class_changes: Requests whose class changed since the step before, up to this decision.
         num_steady: So many of the first in ``scheduled`` go on decoding as in the step before.
         num_tokens: Tokens the forward pass computes.
@@ -126,6 +127,7 @@ class StepPlan:
     resumed: list[Request] = field(default_factory=list)
     lost: list[Request] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
+    paused: list[Sequence] = field(default_factory=list)
     class_changes: list[ClassChange] = field(default_factory=list)
     num_steady: int = 0
     num_tokens: int = 0

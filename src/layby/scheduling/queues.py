@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 from layby.scheduling.request import Request
 
@@ -49,6 +50,16 @@ class RequestQueue:
     def tail(self) -> Request | None:
         """The least urgent request, or None."""
         return self._entries[-1][1] if self._entries else None
+
+    def check_integrity(self) -> None:
+        """Verify that everybody stands in its place.
+
+        Raises:
+            AssertionError: Somebody's urgency changed in the queue, or two have the same.
+        """
+        places = [self._urgency(request) for request in self]
+        assert places == [place for place, _ in self._entries], f"{self} is out of date"
+        assert all(one < next_ for one, next_ in pairwise(places)), f"{self} is out of order"
 
     def _index(self, request: Request) -> int | None:
         index = bisect_left(self._entries, self._urgency(request), key=_urgency_of)

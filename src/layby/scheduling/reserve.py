@@ -4,6 +4,10 @@ Work that is resumed between two bursts of urgent requests only to be parked aga
 urgent request waits has gained nothing. So the scheduler remembers, for a while, how many blocks
 the urgent classes held at most; of these, what they do not hold now is kept free of less urgent
 newcomers.
+
+Room is kept for those who could park the newcomer. So a need is noted by claim and asked for by
+rank: nobody keeps room for those of its own class who have waited longer, and who has risen enough
+keeps none at all.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from collections import deque
 
 
 class UrgentRoom:
-    """Peaks of the blocks held by each class and those more urgent, over a sliding window.
+    """Peaks of the blocks held by each claim and those more urgent, over a sliding window.
 
     Costs O(1) per note, amortised, and O(classes seen lately) per question.
 
@@ -25,25 +29,25 @@ class UrgentRoom:
 
     def __init__(self, window_s: float) -> None:
         self.window_s = window_s
-        # Class → (when it is forgotten, blocks), blocks falling: the first is the peak, and the
+        # Claim → (when it is forgotten, blocks), blocks falling: the first is the peak, and the
         # last is the youngest note.
         self._peaks: dict[int, deque[tuple[float, int]]] = {}
 
-    def note(self, rank: int, now: float, held_blocks: int) -> None:
-        """A request of this class came or ends; so much is held by it and all more urgent ones."""
-        notes = self._peaks.setdefault(rank, deque())
+    def note(self, claim: int, now: float, held_blocks: int) -> None:
+        """A request of this claim came or ends; so much is held by it and all more urgent ones."""
+        notes = self._peaks.setdefault(claim, deque())
         while notes and notes[-1][1] <= held_blocks:
             notes.pop()
         notes.append((now + self.window_s, held_blocks))
 
     def seen(self, rank: int, now: float) -> bool:
-        """Whether a class more urgent than this one came or ended within the window."""
+        """Whether a claim more urgent than this rank came or ended within the window."""
         return any(
             own < rank and notes[-1][0] > now for own, notes in self._peaks.items()
         )  # fmt: skip
 
     def peak(self, rank: int, now: float) -> int:
-        """Most blocks that classes more urgent than this one held at a time, as far as is
+        """Most blocks that claims more urgent than this rank held at a time, as far as is
         remembered."""
         self._forget_old(now)
         return max((notes[0][1] for own, notes in self._peaks.items() if own < rank), default=0)

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 
 from layby.errors import ConfigError, InvalidRequestError
 from layby.scheduling.blocks import BlockPool, PoolState
 from layby.scheduling.budget import SchedulingBudget
 from layby.scheduling.classes import Classes
 from layby.scheduling.config import SchedulerConfig
-from layby.scheduling.costs import Decision, MoveCosts, decide
+from layby.scheduling.costs import MoveCosts
+from layby.scheduling.entry import Entry, Fit
 from layby.scheduling.intake import Intake
 from layby.scheduling.kept import KVPlace, KVTables, check_kept, locate, take_place
 from layby.scheduling.memory import KVMemory
 from layby.scheduling.metrics import SchedulerMetrics
-from layby.scheduling.plan import (
-    BlockMove,
-    PreemptionMode,
-    ScheduledSequence,
-    StepPlan,
-    TransferEnd,
-)
+from layby.scheduling.plan import ScheduledSequence, StepPlan, TransferEnd
 from layby.scheduling.policy import POLICIES, Phase, Policy
+from layby.scheduling.preemption import Preemption
 from layby.scheduling.queues import RequestQueue
 from layby.scheduling.request import (
     FinishReason,
@@ -38,19 +32,8 @@ from layby.scheduling.request import (
 )
 from layby.scheduling.reserve import UrgentRoom
 from layby.scheduling.steady import SteadyDecodes
+from layby.scheduling.step import Shares, Step
 from layby.scheduling.tiers import SwapTiers
-
-logger = logging.getLogger("layby.scheduling")
-
-MOST_DOUBLINGS = 6
-"""How often the time for which a resumed request is protected doubles."""
-
-
-class Fit(Enum):
-    """Whether a request can come in now. What never fits is refused by ``add_request``."""
-
-    OK = "ok"
-    LATER = "later"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,33 +52,6 @@ class IdleState:
     device: PoolState
     swap: PoolState
     disk: PoolState
-
-
-@dataclass(slots=True)
-class _Step:
-    """A step while it is being decided.
-
-    ``set_aside_blocks`` are device blocks that running work needs in this very step and has not
-    taken yet: nobody who comes in may have them. ``entered`` came in during this step and is no
-    victim in it; ``planned`` has its tokens, which are in ``scheduled``. Steady decodes appear in
-    none of them. ``background_tokens`` are what less urgent prefills may still take;
-    ``prefill_class`` is the most urgent class that prefills. ``has_cleared`` says that work was
-    parked before any queue was looked at: then none comes back in this step.
-    """
-
-    plan: StepPlan
-    budget: SchedulingBudget
-    background_tokens: int
-    prefill_class: float = math.inf
-    has_cleared: bool = False
-    set_aside_blocks: int = 0
-    entered: set[Request] = field(default_factory=set)
-    planned: set[Request] = field(default_factory=set)
-    scheduled: list[ScheduledSequence] = field(default_factory=list)
-
-    @property
-    def preempted(self) -> list[Request]:
-        return [request for request, _ in self.plan.preempted]
 
 
 class Scheduler:
@@ -132,7 +88,6 @@ class Scheduler:
         )
         self._intake = Intake(config, self.memory)
         self._urgent = UrgentRoom(config.urgent_window)
-        self._costs: MoveCosts | None = None
         self.waiting = RequestQueue(self.policy.urgency)
         self.running = RequestQueue(self.policy.urgency)
         self.swapped = RequestQueue(self.policy.urgency)
@@ -149,6 +104,22 @@ class Scheduler:
         }
         self._classes = Classes(config, self._queues, self.metrics)
         self.tiers = SwapTiers(self.memory, self.swapped, self.metrics)
+        self._shares = Shares(self.memory, self.waiting, self._urgent)
+        self._entry = Entry(
+            config, self.policy, self.memory, self.tiers, self._urgent, self._queues
+        )
+        self._preemption = Preemption(
+            config,
+            self.policy,
+            self.memory,
+            self.tiers,
+            self._classes,
+            self._queues,
+            self.metrics,
+            entry=self._entry,
+            shares=self._shares,
+            leave_running=self._leave_running,
+        )
         self._num_steps = 0
         self._num_added = 0
         self._open_plan: StepPlan | None = None
@@ -287,7 +258,7 @@ class Scheduler:
         if self.is_resizing:
             self._change_pool(step)
         if self.config.preemption_threshold < 1:
-            self._park_ahead(step)
+            self._preemption.park_ahead(step)
         step.has_cleared = bool(step.plan.preempted)
         for phase in self.policy.phases:
             match phase:
@@ -297,17 +268,18 @@ class Scheduler:
                     self._schedule_running(step)  # give running work its next tokens
                 case Phase.WAITING:
                     self._schedule_waiting(step)  # admit new work with what is left
-        self._spend_rest(step)
+        self._shares.spend_rest(step)
+        self._pause(step)
         self._tend_tiers(step)
         return self._commit_step(step)
 
-    def _stand_fast(self) -> _Step:
+    def _stand_fast(self) -> Step:
         """Running work keeps its place: a seat and a token per sequence, and the blocks it needs
         for this step, are its own before anybody else is looked at."""
         if self._open_plan is not None:
             raise RuntimeError(f"step {self._open_plan.step} was scheduled and not updated")
         self._num_steps += 1
-        step = _Step(
+        step = Step(
             plan=StepPlan(step=self._num_steps, now=self.clock()),
             budget=SchedulingBudget(self.config.max_num_batched_tokens, self.config.max_num_seqs),
             background_tokens=self.config.background_tokens,
@@ -317,12 +289,12 @@ class Scheduler:
         if self._classes.changes:
             self.tiers.reorder()
         for request in self._attended:
-            self._take_seat(request, step)
+            self._shares.take_seat(request, step)
         self._grow_steady(step)
         step.budget.add(num_tokens=len(self._steady), num_seqs=len(self._steady))
         return step
 
-    def _grow_steady(self, step: _Step) -> None:
+    def _grow_steady(self, step: Step) -> None:
         """Steady decodes that have filled their last block get the next one and go on; if blocks
         are short, they are attended to, because somebody must go."""
         due = self._steady.due(self._num_steps)
@@ -335,9 +307,9 @@ class Scheduler:
             self._steady.discard(request)
             self._classes.forget_demotion(request)
             self._attended.add(request)
-            self._take_seat(request, step)
+            self._shares.take_seat(request, step)
 
-    def _commit_step(self, step: _Step) -> StepPlan:
+    def _commit_step(self, step: Step) -> StepPlan:
         """Put the plan together and note the peaks."""
         plan = step.plan
         plan.scheduled = self._steady.turns()
@@ -356,7 +328,7 @@ class Scheduler:
         self._quiet_until = self._urgent.changes_at(plan.now)
         return plan
 
-    def _schedule_swapped(self, step: _Step) -> None:
+    def _schedule_swapped(self, step: Step) -> None:
         """Bring parked requests back, most urgent first; nobody overtakes the first that must
         stay. A more urgent class that waits goes ahead, and nobody comes back for whose equals, or
         betters, somebody has just left."""
@@ -368,28 +340,29 @@ class Scheduler:
                 return
             if any(request.rank >= victim.rank for victim in step.preempted):
                 return
-            if self._can_resume(request, step) is Fit.LATER:
-                self._make_room(request, step)
-                if self._can_resume(request, step) is Fit.LATER:
+            if self._entry.can_resume(request, step) is Fit.LATER:
+                self._preemption.make_room(request, step)
+                if self._entry.can_resume(request, step) is Fit.LATER:
                     return
             self._resume(request, step)
 
-    def _schedule_running(self, step: _Step) -> None:
+    def _schedule_running(self, step: Step) -> None:
         """Give each running request blocks and tokens, most urgent first; when blocks run out,
         the least urgent is preempted, which may be the request itself."""
         for request in sorted(self._attended, key=self.policy.urgency):
             if request.status is not RequestStatus.RUNNING or request in step.planned:
                 continue
             while (growth := self.memory.growth(request)) > self.memory.device.num_free:
-                victim = self._victim([r for r in self.running if r not in step.entered])
-                self._preempt(victim, step)
+                candidates = [r for r in self.running if r not in step.entered]
+                victim = self._preemption.victim(candidates, step)
+                self._preemption.preempt(victim, step)
                 if victim is request:
                     break
             else:
                 step.set_aside_blocks -= growth
-                self._plan_tokens(request, step)
+                self._shares.plan_tokens(request, step)
 
-    def _schedule_waiting(self, step: _Step) -> None:
+    def _schedule_waiting(self, step: Step) -> None:
         """Admit new requests, most urgent first, unless parked or just preempted work of the same
         urgency has a better claim; the first that must stay ends it."""
         while (request := self.waiting.head) is not None:
@@ -397,147 +370,22 @@ class Scheduler:
             blockers = step.preempted if parked is None else [parked, *step.preempted]
             if not self.policy.may_admit(request, blockers):
                 return
-            if self._can_admit(request, step) is Fit.LATER:
-                self._make_room(request, step)
-                if self._can_admit(request, step) is Fit.LATER:
+            if self._entry.can_admit(request, step) is Fit.LATER:
+                self._preemption.make_room(request, step)
+                if self._entry.can_admit(request, step) is Fit.LATER:
                     return
             self._admit(request, step)
 
-    def _tend_tiers(self, step: _Step) -> None:
+    def _tend_tiers(self, step: Step) -> None:
         """Let parked work move between RAM and disk."""
         while given_up := self.tiers.tend(step.plan, is_idle=not self.running):
             for request in given_up:
                 self._lose(request, step.plan.now)
             step.plan.lost += given_up
 
-    def _park_ahead(self, step: _Step) -> None:
-        """Above the threshold, park the least urgent running work before anybody needs its blocks:
-        as long as a more urgent class runs or has been seen lately, and never all of it."""
-        memory = self.memory
-        while memory.device.num_free < self._spare_blocks and len(self.running) > 1:
-            least = self.running.tail
-            if least is None or not self._yields(least, step.plan.now):
-                return
-            candidates = [r for r in self.running if r.rank == least.rank]
-            # Nobody else would get on if the only one of a class were parked again and again.
-            if len(candidates) == 1 and least.num_preemptions:
-                return
-            self._preempt(self._victim(candidates), step)
-
-    # --- questions ---
-
-    def _can_resume(self, request: Request, step: _Step) -> Fit:
-        if not self.tiers.is_in_ram(request):
-            return Fit.LATER
-        return self._fits(request, self.memory.resume_need(request), step)
-
-    def _can_admit(self, request: Request, step: _Step) -> Fit:
-        needed = self.memory.admission_need(request)
-        return self._fits(request, self.policy.admission_blocks(self.memory, request, needed), step)
-
-    def _can_come_in(self, request: Request, step: _Step) -> Fit:
-        if request.status is RequestStatus.SWAPPED:
-            return self._can_resume(request, step)
-        return self._can_admit(request, step)
-
-    def _fits(self, request: Request, needed_blocks: int, step: _Step) -> Fit:
-        """Whether blocks, with room to grow for who runs already, and budget allow one more."""
-        least = self.running.tail
-        kept = self._room_to_grow(self.running, least, step.budget.curr_seqs, request)
-        kept += self._room_to_keep(request, least, step.plan.now)
-        free = self.memory.device.num_free - step.set_aside_blocks - kept
-        affordable = step.budget.can_schedule(
-            num_tokens=len(request.ready_sequences), num_seqs=request.num_live_seqs
-        )
-        return Fit.OK if needed_blocks <= free and affordable else Fit.LATER
-
-    def _victim(self, candidates: list[Request]) -> Request:
-        """Whom to preempt: of the least urgent class, the latest who has not come back just now.
-
-        The head of the running queue, which is always to get on, only if there is no other.
-        """
-        least = max(request.rank for request in candidates)
-        head = self.running.head
-        choices = [
-            request
-            for request in candidates
-            if request.rank == least and request is not head and not self._is_protected(request)
-        ]
-        return self.policy.victim(choices or candidates)
-
-    def _is_protected(self, request: Request) -> bool:
-        """Whether one that was preempted has been back for less than the time it takes to fill a
-        block; twice as long with every time that it was preempted before."""
-        if not request.num_preemptions:
-            return False
-        steps = self._num_steps - request.entered_step
-        return steps < self.config.block_size << min(request.num_preemptions - 1, MOST_DOUBLINGS)
-
-    @property
-    def _spare_blocks(self) -> int:
-        """Blocks above the preemption threshold."""
-        return math.ceil((1 - self.config.preemption_threshold) * self.memory.device.limit)
-
-    def _yields(self, request: Request, now: float) -> bool:
-        """Whether a more urgent class runs, waits or has been seen lately."""
-        return (
-            any(
-                queue.head is not None and queue.head.rank < request.rank
-                for queue in (self.running, self.waiting, self.swapped)
-            )
-            or self._urgent.seen(request.rank, now)
-        )  # fmt: skip
-
-    def _room_to_grow(
-        self, running: Iterable[Request], least: Request | None, num_seqs: int, newcomer: Request
-    ) -> int:
-        """Blocks to leave free when somebody comes in beside ``running``, of whom ``least`` is the
-        least urgent: the policy's headroom, or the watermark if that is more.
-
-        The watermark is nothing to one who is more urgent than ``least``, who gives way when room
-        runs short; nor to the first of a class, since beside more urgent ones, of whom there may
-        always be some, it might never be kept.
-        """
-        headroom = self.policy.headroom_blocks(self.memory, running, num_seqs=num_seqs)
-        if least is None or not newcomer.rank <= least.rank <= newcomer.claim:
-            return headroom
-        return max(headroom, math.ceil(self.config.watermark * self.memory.device.limit))
-
-    def _room_to_keep(self, request: Request, least: Request | None, now: float) -> int:
-        """Blocks that a newcomer must leave to more urgent classes, which came to need them lately.
-
-        ``least`` is the least urgent that runs. The first of a class comes in anyhow, so that it
-        gets on.
-        """
-        if least is None or least.rank < request.rank or not self.policy.parks_for_urgent:
-            return 0
-        room = 0
-        if peak := self._urgent.peak(request.rank, now):
-            room = peak - self._held_by(request.rank - 1)
-        if self.config.preemption_threshold < 1 and self._yields(request, now):
-            room = max(room, self._spare_blocks)
-        return max(room, 0)
-
-    def _held_by(self, rank: int) -> int:
-        """Blocks held by the classes up to this one."""
-        least = self.running.tail
-        if least is None or least.rank <= rank:
-            return self.memory.device.num_held
-        held = 0
-        for request in self.running:
-            if request.rank > rank:
-                break
-            held += self.memory.held_blocks(request)
-        return held
-
-    def _note_need(self, request: Request, now: float) -> None:
-        """Remember what this request's class and those more urgent hold."""
-        if self._urgent.window_s:
-            self._urgent.note(request.rank, now, self._held_by(request.rank))
-
     # --- verbs: status, memory and queue change together ---
 
-    def _resume(self, request: Request, step: _Step) -> None:
+    def _resume(self, request: Request, step: Step) -> None:
         """swapped → running."""
         self.swapped.remove(request)
         request.move_to(RequestStatus.RUNNING)
@@ -553,7 +401,7 @@ class Scheduler:
         self.metrics.swapped_in_blocks += len(moves)
         self.metrics.swap_in_reused_blocks += num_parked - len(moves)
 
-    def _admit(self, request: Request, step: _Step) -> None:
+    def _admit(self, request: Request, step: Step) -> None:
         """waiting → running."""
         self._leave_waiting(request)
         request.move_to(RequestStatus.RUNNING)
@@ -565,94 +413,8 @@ class Scheduler:
         step.entered.add(request)
         request.entered_step = self._num_steps
         self._join_running(request, step)
-        self._plan_tokens(request, step)
-        self._note_need(request, step.plan.now)
-
-    def _preempt(self, victim: Request, step: _Step) -> None:
-        """running → swapped, or running → waiting. What this step had planned for the victim is
-        undone: its place, its blocks and its share of the budget."""
-        self._unplan(victim, step)
-        self._leave_running(victim)
-        mode = self.policy.way_out(victim, can_swap=self.tiers.can_park(victim))
-        if mode is PreemptionMode.SWAP and (decision := self._weigh(victim)) is not None:
-            mode = decision.mode
-            step.plan.decisions.append(decision)
-        if mode is PreemptionMode.SWAP:
-            self.tiers.make_room(victim)
-            victim.move_to(RequestStatus.SWAPPED)
-            moves = self.memory.park(victim)
-            step.plan.swap_out += _before(step.plan.relocate, moves)
-            self.metrics.swapped_out_blocks += len(moves)
-            victim.swapped_since = step.plan.now
-            self._classes.begin_wait(victim, step.plan.now)
-            self.swapped.add(victim)
-        else:
-            victim.move_to(RequestStatus.WAITING)
-            self.memory.drop(victim)
-            self._classes.begin_wait_again(victim, step.plan.now)
-            self.waiting.add(victim)
-        victim.num_preemptions += 1
-        step.plan.preempted.append((victim, mode))
-        self.metrics.count_preemption(mode)
-
-    def _weigh(self, victim: Request) -> Decision | None:
-        """Which way out is cheaper for one that could be parked; None if nobody asks or knows."""
-        if self._costs is None or self.config.preemption_mode != "auto":
-            return None
-        load = self.memory.leaving_load(victim)
-        decision = decide(victim.request_id, load, self._costs)
-        self.metrics.count_decision(decision.mode)
-        logger.debug(
-            "%s leaves by %s: swap %.2f ms (%d blocks out, %d in), recompute %.2f ms (%d tokens)",
-            victim.request_id,
-            decision.mode.value,
-            1e3 * decision.swap_s,
-            load.blocks_out,
-            load.blocks_in,
-            1e3 * decision.recompute_s,
-            load.tokens,
-        )
-        return decision
-
-    def _make_room(self, newcomer: Request, step: _Step) -> None:
-        """Preempt running work of less urgent classes for a newcomer, or for one who comes back,
-        if that gets him in.
-
-        Only for blocks and seats. Tokens are there again in the next step.
-        """
-        if not self.policy.parks_for_urgent or step.budget.remaining_tokens < len(
-            newcomer.ready_sequences
-        ):
-            return
-        is_parked = newcomer.status is RequestStatus.SWAPPED
-        if is_parked and not self.tiers.is_in_ram(newcomer):
-            return
-        # Nobody leaves for the sake of who is less urgent than somebody who just came back.
-        bar = max([newcomer.claim, *(request.rank for request in step.plan.resumed)])
-        candidates = [
-            request
-            for request in self.running
-            if request.rank > bar and request not in step.entered
-        ]
-        if not candidates:
-            return
-        leaving = set(candidates)
-        staying = [request for request in self.running if request not in leaving]
-        seats = step.budget.curr_seqs - sum(request.num_live_seqs for request in candidates)
-        least = staying[-1] if staying else None
-        headroom = self._room_to_grow(staying, least, seats, newcomer)
-        headroom += self._room_to_keep(newcomer, least, step.plan.now)
-        headroom += step.set_aside_blocks - sum(map(self.memory.growth, candidates))
-        if seats + newcomer.num_live_seqs > step.budget.max_num_seqs or not self.memory.would_fit(
-            newcomer, without=candidates, headroom=headroom
-        ):
-            return
-        if is_parked:
-            self.tiers.keep_in_ram(newcomer)  # whoever is parked for it
-        while candidates and self._can_come_in(newcomer, step) is Fit.LATER:
-            victim = self._victim(candidates)
-            candidates.remove(victim)
-            self._preempt(victim, step)
+        self._shares.plan_tokens(request, step)
+        self._entry.note_need(request, step.plan.now)
 
     def _finish(self, request: Request, now: float) -> None:
         """any state → finished, once every sequence has ended."""
@@ -666,7 +428,7 @@ class Scheduler:
                 self.tiers.forget(request)
                 self._end_parking(request, now)
             case _:
-                self._note_need(request, now)
+                self._entry.note_need(request, now)
                 self._leave_running(request)
         request.move_to(RequestStatus.FINISHED)
         self._is_quiet = False
@@ -679,11 +441,11 @@ class Scheduler:
         if not self.requests:
             self._urgent.forget()  # so that an idle scheduler has no past, see IdleState
 
-    def _join_running(self, request: Request, step: _Step) -> None:
+    def _join_running(self, request: Request, step: Step) -> None:
         self._classes.end_wait(request, step.plan.now)
         self.running.add(request)
         self._attended.add(request)
-        self._take_seat(request, step)
+        self._shares.take_seat(request, step)
 
     def _leave_running(self, request: Request) -> None:
         self.running.remove(request)
@@ -704,89 +466,18 @@ class Scheduler:
         request.swapped_s += duration_s
         self.metrics.count_swapped(duration_s)
 
-    # --- what a step gives ---
+    # --- what a step takes back ---
 
-    def _take_seat(self, request: Request, step: _Step) -> None:
-        """Reserve the request's sequences, a token for each that can compute, and its growth."""
-        step.budget.add(num_tokens=len(request.ready_sequences), num_seqs=request.num_live_seqs)
-        step.set_aside_blocks += self.memory.growth(request)
-
-    def _plan_tokens(self, request: Request, step: _Step) -> None:
-        """Take the request's blocks and plan as many of its tokens as the budget still pays.
-
-        The first token of each sequence is paid for already; an unfinished prefill takes more. It
-        leaves what is left to a more urgent class that waits, and, if the prompt takes several
-        steps anyway, half of it to its own: a long job does not block short ones.
-        """
-        step.planned.add(request)
-        step.plan.copy += self.memory.grow(request)
-        for seq in request.ready_sequences:
-            item = ScheduledSequence(seq, seq.num_computed, 1, ())
-            missing = seq.num_tokens - seq.num_computed
-            self._extend(item, self._share(request, missing, step), step)
-            step.scheduled.append(item)
-
-    def _share(self, request: Request, missing: int, step: _Step) -> int:
-        """Tokens that a prefill may take before the waiting queue is looked at."""
-        newcomer = self.waiting.head
-        if newcomer is None or missing == 1:
-            return step.budget.remaining_tokens
-        if newcomer.claim < request.rank:
-            return 0
-        if missing > step.budget.token_budget:
-            return step.budget.remaining_tokens // 2
-        return step.budget.remaining_tokens
-
-    def _spend_rest(self, step: _Step) -> None:
-        """What nobody came for goes to the prefills that left it."""
-        for item in step.scheduled:
-            if step.budget.remaining_tokens == 0:
-                return
-            if not item.samplers:
-                self._extend(item, step.budget.remaining_tokens, step)
-
-    def _extend(self, item: ScheduledSequence, most_tokens: int, step: _Step) -> None:
-        """Plan up to so many more tokens of a sequence, and its sampling if it ends there."""
-        seq, request = item.sequence, item.sequence.request
-        missing = seq.num_tokens - item.start - item.num_tokens
-        extra = min(missing, most_tokens)
-        if extra and self._urgent.seen(request.rank, step.plan.now):
-            # A long step is a long wait for the urgent one who comes while it runs.
-            is_in_the_way = step.prefill_class < request.rank
-            extra = 0 if is_in_the_way else min(extra, step.background_tokens)
-            step.background_tokens -= extra
-        if extra:
-            step.prefill_class = min(step.prefill_class, request.rank)
-        step.budget.add(num_tokens=extra, num_seqs=0)
-        item.num_tokens += extra
-        if extra < missing:
+    def _pause(self, step: Step) -> None:
+        """Decodes less urgent than a prompt that is computed sit this step out, which makes it
+        shorter. In the next they are attended to, so nobody misses two on end."""
+        if not self._urgent.window_s or step.prefill_class == math.inf:
             return
-        if not request.has_forked:
-            request.fork()
-            item.samplers = tuple(request.sequences)
-        else:
-            item.samplers = (seq,)
-
-    def _tokens_of(self, request: Request, step: _Step) -> int:
-        """Tokens the step has promised or planned for the request."""
-        if request not in step.planned:
-            return len(request.ready_sequences)
-        return sum(i.num_tokens for i in step.scheduled if i.sequence.request is request)
-
-    def _unplan(self, request: Request, step: _Step) -> None:
-        """Take back what the step has promised or planned for a running request."""
-        step.budget.give_back(
-            num_tokens=self._tokens_of(request, step), num_seqs=request.num_live_seqs
-        )
-        if request not in step.planned:
-            step.set_aside_blocks -= self.memory.growth(request)  # none, if it is steady
-            return
-        step.planned.remove(request)
-        mine = [item for item in step.scheduled if item.sequence.request is request]
-        step.scheduled = [item for item in step.scheduled if item.sequence.request is not request]
-        step.plan.copy = self.memory.undo_copies(request, step.plan.copy)
-        if len(mine[0].samplers) > 1:
-            request.unfork()
+        for request in self.running:
+            if request.rank > step.prefill_class and self._steady.discard(request):
+                self._classes.forget_demotion(request)
+                self._attended.add(request)
+                step.plan.paused.append(request.sequences[0])
 
     # --- what a step brought ---
 
@@ -978,7 +669,7 @@ class Scheduler:
 
     def _yields_any(self) -> bool:
         least = self.running.tail
-        return least is not None and self._yields(least, self.clock())
+        return least is not None and self._entry.yields(least, self.clock())
 
     def skip(self, steps: int, next_token: Callable[[Sequence], int]) -> None:
         """Take so many steps at once.
@@ -1054,7 +745,7 @@ class Scheduler:
             self.memory.device.resize(limit)
             self._is_quiet = False
 
-    def _change_pool(self, step: _Step) -> None:
+    def _change_pool(self, step: Step) -> None:
         """Empty the blocks that are given up, by parking if there is no room for what they hold.
 
         One running request at least stays: the pool is never smaller than its need.
@@ -1063,7 +754,7 @@ class Scheduler:
         while len(self.running) > 1 and (
             device.num_stranded + step.set_aside_blocks > device.num_free
         ):
-            self._preempt(self.policy.victim(self.running), step)
+            self._preemption.preempt(self.policy.victim(self.running), step)
         step.plan.relocate, moved = self.memory.relocate(self.running)
         for request in moved:  # who knows their block tables by heart must look again
             if self._steady.discard(request):
@@ -1077,11 +768,11 @@ class Scheduler:
     @property
     def costs(self) -> MoveCosts | None:
         """What ``preemption_mode=auto`` decides by; None: not known, and victims are parked."""
-        return self._costs
+        return self._preemption.costs
 
     def set_costs(self, costs: MoveCosts) -> None:
         """Decide by these costs from the next step on."""
-        self._costs = costs
+        self._preemption.costs = costs
 
     # --- ending early ---
 
@@ -1205,11 +896,3 @@ class Scheduler:
         self.tiers.check_integrity(self.requests.values())
         if not self.is_resizing:
             assert self.memory.device.num_stranded == 0
-
-
-def _before(relocated: list[BlockMove], moves: list[BlockMove]) -> list[BlockMove]:
-    """The same moves out of the places that the blocks have before they are relocated."""
-    if not relocated:
-        return moves
-    old_of = {move.dst: move.src for move in relocated}
-    return [BlockMove(old_of.get(move.src, move.src), move.dst) for move in moves]

@@ -64,8 +64,8 @@ def add_admin_routes(app: FastAPI, engine: AsyncEngine) -> None:
         summary="Shrink or grow the KV pool",
         description="Takes effect in the next step: work that no longer fits is parked, and the "
         "memory goes back to the system. While a request that was accepted may come to need more "
-        "blocks, so many are kept; new requests must fit into the new size at once. Asks for the "
-        "admin's key.",
+        "blocks, so many are kept; new requests must fit into the new size at once. With "
+        "`--elastic-memory` it is the largest size from then on. Asks for the admin's key.",
         responses={
             200: {"model": KVPoolAnswer, "description": "Done"},
             202: {"model": KVPoolAnswer, "description": "As far as possible; `note` says why"},

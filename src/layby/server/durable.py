@@ -428,22 +428,43 @@ class DurableRequests:
         return response
 
     async def retrieve(
-        self, owner: str, request_id: str, *, stream: bool, starting_after: int
+        self,
+        owner: str,
+        request_id: str,
+        *,
+        stream: bool,
+        starting_after: int,
+        delivers: bool = True,
     ) -> Response:
         """A call's state and what has come of it, or the stream of its answer.
 
+        Args:
+            owner, request_id: Whose, and which.
+            stream: Whether it is to be the stream.
+            starting_after: Leave out the first so many tokens of every choice.
+            delivers: The caller gets the body; else there is no need for a stream.
+
         Raises:
             HTTPException: The caller has no such call.
+            InvalidRequestError: No choice has so many tokens.
         """
         live = await self._find(owner, request_id)
         if live is None:
             raise _unknown(request_id)
-        if stream:
+        most = _most_tokens(live)
+        if starting_after > most:
+            raise InvalidRequestError(
+                f"starting_after is {starting_after}, but no choice has more than "
+                f"{counted(most, 'token')}",
+                param="starting_after",
+            )
+        if stream and delivers:
             call = _as_asked(live.record, stream=True)
             return self._stream(live, call, starting_after=starting_after)
         response = json_response(self._description(live))
         response.headers[REQUEST_ID] = request_id
-        response.background = self._when_sent(live)
+        if delivers:
+            response.background = self._when_sent(live)
         return response
 
     async def set_priority(self, owner: str, request_id: str, priority: int) -> bool:
@@ -758,6 +779,14 @@ def _as_asked(record: CallRecord, *, stream: bool) -> Call:
         stream=stream,
         include_usage=False,
     )
+
+
+def _most_tokens(call: LiveCall) -> int:
+    """Most tokens that a choice has, or may come to have."""
+    requests = call.record.requests
+    if call.is_settled:
+        return max(len(sample.token_ids) for request in requests for sample in request.samples)
+    return max(request.params.max_tokens or 0 for request in requests)
 
 
 def _status(call: LiveCall) -> str:

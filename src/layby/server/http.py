@@ -34,6 +34,9 @@ The library that reads JSON lets no other thread run meanwhile, and what that co
 number: 16 MiB of empty lists stopped everybody for four seconds, as many of text for 25 ms.
 """
 
+IS_HEAD: Final = "layby.is_head"
+"""In the scope of a call that asked for no body: what it is not sent it has not got."""
+
 OPEN_PATHS: Final = frozenset({"/", "/docs", "/openapi.json", "/health", "/metrics"})
 """Served without an API key: probes and scrapers have none, and nothing here holds user text."""
 
@@ -169,7 +172,7 @@ class Edge:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "HEAD":
-            scope = {**scope, "method": "GET"}
+            scope = {**scope, "method": "GET", IS_HEAD: True}
         try:
             await self._app(scope, receive, send)
         except asyncio.CancelledError:

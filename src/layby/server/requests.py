@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from layby.errors import InvalidRequestError
 from layby.server.durable import DurableRequests
 from layby.server.errors import shorten
-from layby.server.http import json_response, read_body
+from layby.server.http import IS_HEAD, json_response, read_body
 from layby.server.live_calls import LiveCalls
 from layby.server.owners import Owners
 from layby.server.protocol import ErrorAnswer, PriorityAnswer, PriorityRequest
@@ -101,7 +101,11 @@ def _add_durable_routes(app: FastAPI, owners: Owners, durable: DurableRequests) 
         if starting_after and not stream:
             raise InvalidRequestError("starting_after needs stream=true", param="starting_after")
         return await durable.retrieve(
-            owners.of(request), request_id, stream=stream, starting_after=starting_after
+            owners.of(request),
+            request_id,
+            stream=stream,
+            starting_after=starting_after,
+            delivers=IS_HEAD not in request.scope,
         )
 
     @app.delete(

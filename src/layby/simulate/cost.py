@@ -11,7 +11,15 @@ A step costs, in seconds, the sum of
 
 Transfers between RAM and disk run beside the steps, and cost their own time only.
 
-Everything is additive because the engine does one thing after another. What does not grow in
+Everything is additive because the engine does one thing after another. There is one exception: on
+a GPU, the way between device and host is long, and the forward pass goes on meanwhile. Of such a
+move only gathering or scattering its blocks on the device is in the way (``block_s``); the rest
+(``beside_block_s``) costs what it takes longer than the rest of the step:
+
+    step = in the way + max(forward pass, beside of all that goes out, beside of all that comes in)
+
+Out and in do not hinder each other, and what comes back is taken to be fetched during the step
+that resumes it, though an engine that looks ahead begins earlier. What does not grow in
 proportion (a few rows cost as much as one, as long as reading the weights takes longest) is in the
 curves: a roofline ``max(bandwidth, compute)`` is one with a bend.
 """
@@ -127,7 +135,8 @@ class MoveCost:
 
     Attributes:
         fixed_s: If a step moves any.
-        block_s: Per block.
+        block_s: Per block, while nothing else happens.
+        beside_block_s: Per block, beside the forward pass; None: nothing of a move is.
 
     Raises:
         ConfigError: A number is negative or not finite.
@@ -135,14 +144,31 @@ class MoveCost:
 
     fixed_s: float = 0.0
     block_s: float = 0.0
+    beside_block_s: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("fixed_s", "block_s"):
             _check_seconds(name, getattr(self, name))
+        if self.beside_block_s is not None:
+            _check_seconds("beside_block_s", self.beside_block_s)
 
     def seconds(self, num_blocks: int) -> float:
-        """Time to move so many."""
+        """Time for which moving so many is in the way."""
         return self.fixed_s + self.block_s * num_blocks if num_blocks else 0.0
+
+    def beside_s(self, num_blocks: int) -> float:
+        """Time that moving so many takes beside that."""
+        return (self.beside_block_s or 0.0) * num_blocks
+
+    @property
+    def whole_block_s(self) -> float:
+        """Per block, in the way or not."""
+        return self.block_s + (self.beside_block_s or 0.0)
+
+    def scaled(self, ratio: float) -> MoveCost:
+        """The same for blocks of so many times the size."""
+        beside_s = None if self.beside_block_s is None else self.beside_block_s * ratio
+        return MoveCost(self.fixed_s, self.block_s * ratio, beside_s)
 
 
 class _Curve:
@@ -214,20 +240,26 @@ class CostModel:
             + self.sequence_s * load.num_sequences
             + self.prefill_context_s * load.prefill_context
         )
+        decode_s = self.decode_context_s * load.decode_context
         if load.blocks_out or load.blocks_in or load.blocks_copied:
-            seconds += (
+            beside_s = max(
+                self.swap_out.beside_s(load.blocks_out), self.swap_in.beside_s(load.blocks_in)
+            )
+            seconds += max(0.0, beside_s - seconds - decode_s) + (
                 self.swap_out.seconds(load.blocks_out)
                 + self.swap_in.seconds(load.blocks_in)
                 + self.copy.seconds(load.blocks_copied)
             )
-        # Last, so that decode_line() gives the same bits.
-        return seconds + self.decode_context_s * load.decode_context
+        return seconds + decode_s  # last, so that decode_line() gives the same bits
 
     def move_costs(self, step_tokens: int) -> MoveCosts:
-        """What parking and computing cost, to choose between them; a prompt is computed in steps
-        of so many tokens, whose attention is left out."""
+        """What parking and computing cost, to choose between them: the whole of a move, for
+        bandwidth is used up though nobody waits for it; a prompt is computed in steps of so many
+        tokens, whose attention is left out."""
         return MoveCosts(
-            self.swap_out.block_s, self.swap_in.block_s, self._rows.at(step_tokens) / step_tokens
+            self.swap_out.whole_block_s,
+            self.swap_in.whole_block_s,
+            self._rows.at(step_tokens) / step_tokens,
         )
 
     def decode_line(self, num_decodes: int) -> tuple[float, float]:

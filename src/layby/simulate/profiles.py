@@ -364,7 +364,8 @@ def analytic_profile(name: str, gpu: Gpu, num_gpus: int, model: Geometry) -> Pro
     """Estimate a profile: bfloat16, tensor parallel over ``num_gpus`` that share one host.
 
     Matrix products take the longer of reading the weights and multiplying; everything else is
-    added to that. Every figure that goes in is a constant of this module.
+    added to that, but for copies to and from the host, which run beside the step. Every figure that
+    goes in is a constant of this module.
     """
     flops_per_s = num_gpus * gpu.flops_per_s
     hbm_bytes_per_s = num_gpus * gpu.hbm_bytes_per_s * HBM_EFFICIENCY
@@ -393,7 +394,9 @@ def analytic_profile(name: str, gpu: Gpu, num_gpus: int, model: Geometry) -> Pro
         (count, seconds + sample_s * count)
         for count, seconds in products(model.head_params, MOST_ROWS)
     ]
-    move = MoveCost(MOVE_OVERHEAD_S, block_bytes / pcie_bytes_per_s)
+    # Gathering a block into one piece reads and writes it; the way to the host is beside.
+    on_device_s = 2 * block_bytes / hbm_bytes_per_s
+    move = MoveCost(MOVE_OVERHEAD_S, on_device_s, block_bytes / pcie_bytes_per_s)
     pool_bytes = num_gpus * gpu.hbm_bytes * HBM_SHARE - model.num_params * BFLOAT16_BYTES
     return Profile(
         name=name,
@@ -420,7 +423,7 @@ def analytic_profile(name: str, gpu: Gpu, num_gpus: int, model: Geometry) -> Pro
             sequence_s=SEQUENCE_OVERHEAD_S,
             swap_out=move,
             swap_in=move,
-            copy=MoveCost(MOVE_OVERHEAD_S, 2 * block_bytes / hbm_bytes_per_s),
+            copy=MoveCost(MOVE_OVERHEAD_S, on_device_s),
             demote=MoveCost(DISK_OVERHEAD_S, block_bytes / DISK_WRITE_BYTES_PER_S),
             promote=MoveCost(DISK_OVERHEAD_S, block_bytes / DISK_READ_BYTES_PER_S),
         ),

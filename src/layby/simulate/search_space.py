@@ -14,8 +14,8 @@ from layby.scheduling.policy import POLICIES
 from layby.simulate.profiles import Profile
 from layby.simulate.settings import scheduler_config, with_block_size
 
-Value = int | float | str
-"""Of one setting."""
+Value = int | float | str | None
+"""Of one setting; None: it is off, as the largest number would have it."""
 
 Settings = Mapping[str, Value]
 """Options of ``layby serve`` by name, and what each is set to."""
@@ -31,6 +31,9 @@ class Knob:
         aliases: Options that set the same thing.
         field: Its name in :class:`SchedulerConfig`, if it is another.
         on_request: Only searched when asked for.
+        of_classes: Only searched where there are requests of several classes: elsewhere it changes
+            nothing, or nothing that was asked for.
+        most: The largest number that it may be.
     """
 
     option: str
@@ -38,6 +41,8 @@ class Knob:
     aliases: tuple[str, ...] = ()
     field: str = ""
     on_request: bool = False
+    of_classes: bool = False
+    most: float = math.inf
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -62,7 +67,7 @@ def _parts(*parts: float) -> Callable[[Value], list[Value]]:
     """So many parts of the default."""
 
     def rungs(default: Value) -> list[Value]:
-        assert not isinstance(default, str)
+        assert isinstance(default, int | float)
         return [float(f"{default * part:.3g}") for part in parts]
 
     return rungs
@@ -76,20 +81,27 @@ KNOBS: Final = (
     Knob("max_num_seqs", _around(1 / 16, 8)),
     Knob("max_num_batched_tokens", _around(1 / 16, 8)),
     Knob("headroom", _among(0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)),
+    Knob("watermark", _among(0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3), most=0.9),
     Knob("preemption_mode", _among("auto", "recompute")),
     # No more than there is: RAM is not what a search can find.
     Knob("swap_gib", _parts(0, 1 / 8, 1 / 4, 1 / 2), ("num_swap_blocks",), "num_swap_blocks"),
+    Knob("urgent_window", _among(0.0, 5.0, 15.0, 30.0, 60.0, 120.0), of_classes=True),
+    Knob("background_tokens", _among(0, 16, 32, 64, 128, 256, 512), of_classes=True),
+    Knob("preemption_threshold", _among(0.7, 0.8, 0.9, 0.95, 1.0), of_classes=True, most=1.0),
+    Knob("priority_aging", _among(5.0, 10.0, 30.0, 60.0, 120.0, 300.0, None), of_classes=True),
+    Knob("demote_after_tokens", _among(64, 128, 256, 512, 1024, None), of_classes=True),
     Knob("scheduling_policy", _among(*POLICIES), field="policy", on_request=True),
 )
 """Every setting that is searched: a further one is a further line."""
 
+_MOST: Final = {knob.option: knob.most for knob in KNOBS}
+
 HELD: Final = (
     "num_blocks", "block_size", "max_model_len", "enable_prefix_caching", "max_queue",
-    "priority_aging", "demote_after_tokens", "num_disk_blocks", "urgent_window",
-    "background_tokens", "preemption_threshold", "watermark",
+    "num_disk_blocks",
 )  # fmt: skip
 """Fields of :class:`SchedulerConfig` that are not searched: what the machine has, what is promised
-to callers (which class goes first is a promise, too), and what is never better off."""
+to callers, and what is never better off."""
 
 
 class SearchSpace:
@@ -101,6 +113,7 @@ class SearchSpace:
         profile: The machine, and where settings begin.
         fixed: Options that the user has given; they are not searched.
         most_samples: The largest ``n`` of a request to be served.
+        several_classes: There are requests of more than one class to be served.
         search_policy: Search the scheduling policy as well.
 
     Raises:
@@ -118,6 +131,7 @@ class SearchSpace:
         fixed: Mapping[str, Any] | None = None,
         *,
         most_samples: int = 1,
+        several_classes: bool = False,
         search_policy: bool = False,
     ) -> None:
         self.fixed = dict(fixed or {})
@@ -127,8 +141,10 @@ class SearchSpace:
         self.defaults: dict[str, Value] = {}
         self.rungs: dict[str, tuple[Value, ...]] = {}
         for knob in KNOBS:
-            if any(name in self.fixed for name in knob.names) or (
-                knob.on_request and not search_policy
+            if (
+                any(name in self.fixed for name in knob.names)
+                or (knob.on_request and not search_policy)
+                or (knob.of_classes and not several_classes)
             ):
                 continue
             default = self._default(knob)
@@ -144,7 +160,10 @@ class SearchSpace:
 
     def _default(self, knob: Knob) -> Value:
         value: Value = getattr(self.base, knob.field or knob.option)
-        return int(value) * self.profile.block_bytes / GIB if knob.option == "swap_gib" else value
+        if knob.option == "swap_gib":
+            assert isinstance(value, int)  # it is in blocks
+            return value * self.profile.block_bytes / GIB
+        return value
 
     def _allowed(self, option: str, rungs: Sequence[Value], most_samples: int) -> tuple[Value, ...]:
         """Each value once: numbers rising, within what others that are given allow."""
@@ -157,13 +176,16 @@ class SearchSpace:
                 high = min(high, self.base.max_num_batched_tokens)
         if option == "max_num_batched_tokens" and "max_num_seqs" in self.fixed:
             low = self.base.max_num_seqs
-        return tuple(sorted({value for value in rungs if low <= float(value) <= high}))
+        fitting = {value for value in rungs if value is None or low <= float(value) <= high}
+        return tuple(sorted(fitting, key=lambda value: math.inf if value is None else float(value)))
 
     def tidy(self, settings: Settings) -> dict[str, Value]:
         """The same where that can work: a step computes a token for every sequence at least."""
         tidied = {name: settings.get(name, default) for name, default in self.defaults.items()}
-        seqs = int(tidied.get("max_num_seqs", self.base.max_num_seqs))
-        tokens = int(tidied.get("max_num_batched_tokens", self.base.max_num_batched_tokens))
+        seqs = tidied.get("max_num_seqs", self.base.max_num_seqs)
+        tokens = tidied.get("max_num_batched_tokens", self.base.max_num_batched_tokens)
+        assert isinstance(seqs, int)
+        assert isinstance(tokens, int)
         if tokens < seqs:
             if "max_num_batched_tokens" in tidied:
                 tidied["max_num_batched_tokens"] = seqs
@@ -191,14 +213,16 @@ class SearchSpace:
         """Each number a quarter up, and a fifth down, all else as it is."""
         found = []
         for name, value in settings.items():
-            if isinstance(value, str) or (name == "swap_gib" and _never_parks(settings)):
+            if not isinstance(value, int | float):
+                continue
+            if name == "swap_gib" and _never_parks(settings):
                 continue
             if isinstance(value, int):
                 moved: list[Value] = [max(1, min(value - 1, round(value * 0.8)))]
                 moved.append(max(value + 1, round(value * 1.25)))
             else:
-                moved = [value * 0.8, value * 1.25 if value else 0.25]
-            for other in moved:
+                moved = [value * 0.8, min(value * 1.25 if value else 0.25, _MOST[name])]
+            for other in dict.fromkeys(moved):
                 tidied = self.tidy({**settings, name: other})
                 if tidied != settings and tidied[name] == other:
                     found.append((name, tidied))

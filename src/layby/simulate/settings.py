@@ -94,11 +94,8 @@ def with_block_size(profile: Profile, block_size: int) -> Profile:
         return profile
     ratio, sizes = block_size / profile.block_size, profile.scheduler
 
-    def move(cost: MoveCost) -> MoveCost:
-        return replace(cost, block_s=cost.block_s * ratio)
-
     def transfer(cost: MoveCost | None) -> MoveCost | None:
-        return None if cost is None else move(cost)
+        return None if cost is None else cost.scaled(ratio)
 
     return replace(
         profile,
@@ -111,9 +108,9 @@ def with_block_size(profile: Profile, block_size: int) -> Profile:
         ),
         cost=replace(
             profile.cost,
-            swap_out=move(profile.cost.swap_out),
-            swap_in=move(profile.cost.swap_in),
-            copy=move(profile.cost.copy),
+            swap_out=profile.cost.swap_out.scaled(ratio),
+            swap_in=profile.cost.swap_in.scaled(ratio),
+            copy=profile.cost.copy.scaled(ratio),
             demote=transfer(profile.cost.demote),
             promote=transfer(profile.cost.promote),
         ),

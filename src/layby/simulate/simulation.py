@@ -67,9 +67,11 @@ class _Observer:
     _last_step_end: float = 0.0
 
     def decided(self, plan: StepPlan) -> None:
-        """A step begins: some requests change their queue."""
+        """A step begins: some requests change their queue, some sit it out."""
         for decision in plan.decisions:
             self.decisions.add(plan.now, decision)
+        for seq in plan.paused:
+            self._last_tokens[seq] = (self._last_token_s(seq), len(seq.tokens))
         for request, mode in plan.preempted:
             for seq in request.sequences:
                 self._last_tokens[seq] = (self._last_token_s(seq), len(seq.tokens))

@@ -95,7 +95,13 @@ def tune(
         raise ConfigError(f"seed must be from 0 to {2**32 - 1}, got {seed}")
     begun = time.perf_counter()
     most_samples = max((request.n for request in trace.requests), default=1)
-    space = SearchSpace(profile, fixed, most_samples=most_samples, search_policy=search_policy)
+    space = SearchSpace(
+        profile,
+        fixed,
+        most_samples=most_samples,
+        several_classes=len({request.priority for request in trace.requests}) > 1,
+        search_policy=search_policy,
+    )
     trace, misfits = leave_out_misfits(trace, space.base)
     bench = Bench(trace, space.profile, slo)
     tell = progress or (lambda what, done, total: None)

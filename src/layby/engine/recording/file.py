@@ -52,16 +52,20 @@ def _check_unlocked(path: Path) -> None:
     """Refuse a file to which somebody records.
 
     Raises:
-        ConfigError: Somebody does.
+        ConfigError: Somebody does, or it cannot be told.
     """
-    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
-        try:
+    if not path.is_file():  # nothing yet, or something that would wait for a writer
+        return
+    try:
+        with open(path, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"cannot record to {path}: another engine is recording to it; "
-                "give each a file of its own"
-            ) from None
+    except BlockingIOError:
+        raise ConfigError(
+            f"cannot record to {path}: another engine is recording to it; "
+            "give each a file of its own"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"cannot record to {path}: {error.strerror or error}") from error
 
 
 @contextlib.contextmanager
