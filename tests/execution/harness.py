@@ -64,26 +64,31 @@ def random_weights(config: ModelConfig, seed: int = 0) -> dict[str, torch.Tensor
     return weights
 
 
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
 NETWORKS = [
     "torch float32",
     "torch bfloat16",
     *(["compiled int8", "compiled bfloat16", "compiled float32"] if kernels.available() else []),
+    *(["cuda float32", "cuda bfloat16"] if "cuda" in DEVICES else []),
 ]
-"""Kernels and number format."""
+"""Kernels and number format; ``cuda`` is torch on a GPU."""
 
 
 def make_network(config: ModelConfig, weights: Mapping[str, torch.Tensor], kind: str) -> Network:
     """One of ``NETWORKS``; its KV cache has the format of its weights."""
     kernels_name, dtype = kind.split()
-    if kernels_name == "torch":
-        return Transformer(config, weights, dtype=getattr(torch, dtype))
+    if kernels_name != "compiled":
+        device = "cuda" if kernels_name == "cuda" else "cpu"
+        return Transformer(config, weights, dtype=getattr(torch, dtype), device=device)
     return CompiledTransformer(config, pack_model(config, weights, dtype), kv_dtype=dtype)
 
 
 def poisoned_pool(model: Network, num_blocks: int, block_size: int) -> torch.Tensor:
     """A pool that holds NaN, or the largest integers, wherever nothing was written."""
     kv_format = model.kv_format(block_size)
-    pool = torch.empty((num_blocks, *kv_format.shape), dtype=kv_format.dtype)
+    shape = (num_blocks, *kv_format.shape)
+    pool = torch.empty(shape, dtype=kv_format.dtype, device=model.device)
     return pool.fill_(255 if kv_format.dtype == torch.uint8 else float("nan"))
 
 

@@ -14,6 +14,7 @@ from layby.sampling_params import SamplingParams
 from layby.scheduling.plan import BlockMove, ScheduledSequence, StepPlan
 from layby.scheduling.request import Sequence
 from tests.execution.harness import (
+    DEVICES,
     TINY,
     Blocks,
     make_executor,
@@ -60,10 +61,13 @@ def test_greedy_tokens_are_those_of_transformers() -> None:
     assert generate(executor, sequence, 20) == tokens[30:]
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_parking_recomputing_and_batch_mates_change_no_token(dtype: torch.dtype) -> None:
+def test_parking_recomputing_and_batch_mates_change_no_token(
+    dtype: torch.dtype, device: str
+) -> None:
     """The promise of the whole design: a preempted request says what it would have said."""
-    model = Transformer(TINY, random_weights(TINY), dtype=dtype)
+    model = Transformer(TINY, random_weights(TINY), dtype=dtype, device=device)
     prompts = [random_tokens(n, TINY.vocab_size, seed=n) for n in (3, 17, 40, 64, 129)]
     params = [SamplingParams(seed=i, temperature=0.9, top_p=0.95) for i in range(len(prompts))]
     count, source = 30, random.Random(0)

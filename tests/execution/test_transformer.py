@@ -116,14 +116,14 @@ def run(model: Network, tokens: list[int], cuts: list[int], block_size: int) -> 
     return torch.cat(logits)
 
 
-@pytest.mark.parametrize("network", ["torch float32", "compiled float32"])
+@pytest.mark.parametrize("network", ["torch float32", "compiled float32", "cuda float32"])
 @pytest.mark.parametrize("name", CASES)
 def test_logits_are_those_of_transformers_however_the_prompt_is_cut(
     name: str, network: str
 ) -> None:
     """A wrong rotation, head order, norm or mask shows in the logits of some position."""
     if network not in NETWORKS:
-        pytest.skip("this installation lacks the compiled kernels")
+        pytest.skip(f"{network} cannot be had here")
     kind, options, changes = CASES[name]
     block_size = 4
     if network == "compiled float32":  # whose heads and blocks are multiples of 16
@@ -135,7 +135,7 @@ def test_logits_are_those_of_transformers_however_the_prompt_is_cut(
     with torch.no_grad():
         expected = oracle(torch.tensor([tokens])).logits[0]
     for cuts in ([200], [70, 130], [190] + [1] * 10, [1] * 200):
-        found = run(model, tokens, cuts, block_size)
+        found = run(model, tokens, cuts, block_size).cpu()
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 

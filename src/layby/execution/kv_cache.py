@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from layby.errors import ConfigError
 from layby.execution.host_memory import HostMemory, installed_bytes
+from layby.execution.staging import STAGED_BYTES, CudaLane, Lane, Staging
 from layby.models.network import KVFormat
 from layby.scheduling.plan import BlockMove
 
@@ -32,8 +32,16 @@ class KVCache:
     tensor of the new size, and for that moment there must be room for both. The memory of swap
     blocks that nobody uses can go back to the system as well, on a CPU.
 
-    On a GPU the swap pool is pinned, and moves run on a stream of their own: they wait for all work
-    submitted before, and work submitted later waits for them.
+    On a GPU the swap pool is pinned, and moves from and to it overlap the forward passes, see
+    ``layby.execution.staging``.
+
+    Args:
+        kv_format: What a block is made of.
+        num_blocks, num_swap_blocks: Sizes of the pools; the swap pool may be empty.
+        device: Where the device pool lies.
+        lane: What copies between device and host beside the main flow; None: a stream on a GPU,
+            nothing on a CPU.
+        staged_bytes: See ``Staging``.
 
     Raises:
         ConfigError: A pool is larger than the memory there is.
@@ -46,6 +54,8 @@ class KVCache:
         num_blocks: int,
         num_swap_blocks: int,
         device: torch.device,
+        lane: Lane | None = None,
+        staged_bytes: int = STAGED_BYTES,
     ) -> None:
         block, dtype, size = kv_format.shape, kv_format.dtype, kv_format.block_bytes
         on_gpu = device.type == "cuda"
@@ -78,7 +88,17 @@ class KVCache:
         else:
             self._swap_host, self.swap_pool = reserve("swap", num_swap_blocks, 0)
         self._blocks, self._parked = _words(self.pool, size), _words(self.swap_pool, size)
-        self._stream = torch.cuda.Stream(device) if on_gpu else None
+        self._staging: Staging | None = None
+        if lane is None and on_gpu:
+            lane = CudaLane(device)
+        if lane is not None and num_swap_blocks:
+            try:
+                self._staging = Staging(self._blocks, self._parked, lane, staged_bytes=staged_bytes)
+            except torch.OutOfMemoryError as error:
+                raise ConfigError(
+                    f"beside a device pool of {num_blocks} blocks there is no room for "
+                    f"{2 * staged_bytes / 2**20:.0f} MiB to move blocks through: {error}"
+                ) from error
 
     @property
     def num_blocks(self) -> int:
@@ -117,50 +137,66 @@ class KVCache:
             self.pool = self._whole[:num_blocks]
         else:
             self.pool = self._copied_to_other_size(num_blocks)
-            torch.cuda.empty_cache()  # else torch would keep what the old pool had
         self._blocks = _words(self.pool, self.block_bytes)
+        if self._host is None:
+            torch.cuda.empty_cache()  # else torch would keep what the old pool had
 
     @torch.inference_mode()
     def swap_out(self, moves: Sequence[BlockMove]) -> None:
         """Copy device blocks into swap blocks."""
-        with self._moving():
-            for device_blocks, runs in _swaps([(move.dst, move.src) for move in moves]):
-                index = self._index(device_blocks)
-                if self._stream is None and len(runs) == 1:  # straight into its place
-                    _, end, first = runs[0]
-                    torch.index_select(
-                        self._blocks, 0, index, out=self._parked[first : first + end]
-                    )
-                    continue
-                staged = self._blocks.index_select(0, index)
-                for begin, end, swap_block in runs:
-                    parked = self._parked[swap_block : swap_block + end - begin]
-                    parked.copy_(staged[begin:end], non_blocking=True)
+        if self._staging is not None:
+            self._staging.swap_out(self._blocks, moves)
+            return
+        for device_blocks, runs in _swaps([(move.dst, move.src) for move in moves]):
+            index = self._index(device_blocks)
+            if len(runs) == 1:  # straight into its place
+                _, end, first = runs[0]
+                torch.index_select(self._blocks, 0, index, out=self._parked[first : first + end])
+                continue
+            staged = self._blocks.index_select(0, index)
+            for begin, end, swap_block in runs:
+                self._parked[swap_block : swap_block + end - begin].copy_(staged[begin:end])
 
     @torch.inference_mode()
     def swap_in(self, moves: Sequence[BlockMove]) -> None:
         """Copy swap blocks into device blocks."""
-        with self._moving():
-            for device_blocks, runs in _swaps([(move.src, move.dst) for move in moves]):
-                index = self._index(device_blocks)
-                if self._stream is None and len(runs) == 1:
-                    _, end, first = runs[0]
-                    self._blocks.index_copy_(0, index, self._parked[first : first + end])
-                    continue
-                staged = self._blocks.new_empty((len(device_blocks), self._blocks.shape[1]))
-                for begin, end, swap_block in runs:
-                    parked = self._parked[swap_block : swap_block + end - begin]
-                    staged[begin:end].copy_(parked, non_blocking=True)
-                self._blocks.index_copy_(0, index, staged)
+        if self._staging is not None:
+            self._staging.swap_in(self._blocks, moves)
+            return
+        for device_blocks, runs in _swaps([(move.src, move.dst) for move in moves]):
+            index = self._index(device_blocks)
+            if len(runs) == 1:
+                _, end, first = runs[0]
+                self._blocks.index_copy_(0, index, self._parked[first : first + end])
+                continue
+            staged = self._blocks.new_empty((len(device_blocks), self._blocks.shape[1]))
+            for begin, end, swap_block in runs:
+                staged[begin:end].copy_(self._parked[swap_block : swap_block + end - begin])
+            self._blocks.index_copy_(0, index, staged)
+
+    @property
+    def copies_ahead(self) -> bool:
+        """Whether ``prefetch`` does anything."""
+        return self._staging is not None
+
+    @torch.inference_mode()
+    def prefetch(self, swap_blocks: Sequence[int]) -> None:
+        """These are swapped in next, in this order: where moves overlap, begin to copy them."""
+        if self._staging is not None:
+            self._staging.prefetch(swap_blocks)
+
+    def overwritten(self, swap_blocks: Iterable[int]) -> None:
+        """Others than ``swap_out`` are about to write these, once the ``fence`` is passed."""
+        if self._staging is not None:
+            self._staging.forget(swap_blocks)
 
     @torch.inference_mode()
     def copy(self, moves: Sequence[BlockMove]) -> None:
         """Copy device blocks onto device blocks; all are read before any is written."""
         if not moves:
             return
-        with self._moving():
-            staged = self._blocks.index_select(0, self._index([move.src for move in moves]))
-            self._blocks.index_copy_(0, self._index([move.dst for move in moves]), staged)
+        staged = self._blocks.index_select(0, self._index([move.src for move in moves]))
+        self._blocks.index_copy_(0, self._index([move.dst for move in moves]), staged)
 
     @torch.inference_mode()
     def export_blocks(self, blocks: Sequence[int], *, parked: bool) -> memoryview:
@@ -174,29 +210,29 @@ class KVCache:
     @torch.inference_mode()
     def import_parked(self, blocks: Sequence[int], content: memoryview) -> None:
         """Fill blocks of the swap pool."""
+        self.overwritten(blocks)
         self.synchronize()
         words = torch.frombuffer(content, dtype=self._parked.dtype).view(len(blocks), -1)
         self._parked.index_copy_(0, torch.tensor(blocks, dtype=torch.int64), words)
 
-    def synchronize(self) -> None:
-        """Wait until the moves are done and the swap pool's bytes may be read by other means."""
-        if self._stream is not None:
-            self._stream.synchronize()
-
     def fence(self) -> Callable[[], None]:
-        """A function that returns when the moves made so far are done."""
-        if self._stream is None:
-            return lambda: None
-        event = torch.cuda.Event()
-        event.record(self._stream)
-        return event.synchronize
+        """A function that returns when the copies between the pools begun so far are done, and the
+        swap pool's bytes may be read or written by other means."""
+        return (lambda: None) if self._staging is None else self._staging.fence()
+
+    def synchronize(self) -> None:
+        """Wait for them, and for whatever else the device is at."""
+        self.fence()()
+        if self.pool.device.type == "cuda":
+            torch.cuda.synchronize(self.pool.device)
 
     def _copied_to_other_size(self, num_blocks: int) -> Tensor:
         """A pool of so many blocks that begins as the old one does; a part of the old one where a
         smaller one has no room beside it. It has never run on a GPU."""
         kept = min(num_blocks, self.num_blocks)
         try:
-            pool = self.pool.new_empty((num_blocks, *self.pool.shape[1:]))
+            with torch.inference_mode(False):  # else it could be written in inference mode alone
+                pool = self.pool.new_empty((num_blocks, *self.pool.shape[1:]))
         except torch.OutOfMemoryError:
             if num_blocks > kept:
                 raise
@@ -207,18 +243,6 @@ class KVCache:
 
     def _index(self, blocks: Sequence[int]) -> Tensor:
         return torch.tensor(blocks, dtype=torch.int64, device=self.pool.device)
-
-    @contextmanager
-    def _moving(self) -> Iterator[None]:
-        """Run what is inside on the stream of moves, in order with the current stream."""
-        if self._stream is None:
-            yield
-            return
-        current = torch.cuda.current_stream(self.pool.device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            yield
-        current.wait_stream(self._stream)
 
 
 def _too_large(what: str, count: int, block_bytes: int, where: str, why: Exception) -> str:
@@ -239,9 +263,8 @@ def _swaps(
 ) -> Iterator[tuple[list[int], list[tuple[int, int, int]]]]:
     """Cut ``(swap block, device block)`` pairs into batches that need few copies.
 
-    Index operations do not reach from a GPU into host memory, but a copy of consecutive blocks
-    does. Pairs are sorted by swap block, so that neighbours in the swap pool travel together; the
-    device side, scattered as it is, is one index operation per batch.
+    Pairs are sorted by swap block, so that neighbours in the swap pool travel together; the device
+    side, scattered as it is, is one index operation per batch.
 
     Yields:
         The device blocks of a batch, and its runs: ``(begin, end, first swap block)`` says that

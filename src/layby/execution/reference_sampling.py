@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 GREEDY_BELOW = 1e-5
@@ -21,8 +20,9 @@ GREEDY_BELOW = 1e-5
 _CANDIDATES = 256
 """Top-k and top-p look at this many of the likeliest tokens before they sort all of them."""
 
-_SUM_BLOCK = 256
-"""Probabilities are summed in blocks of this many, and the blocks' sums in order."""
+_UNITS = 2.0**44
+"""Probabilities are summed as whole numbers of these parts of the largest one: such a sum is the
+same in whatever order a device adds it up, and for a vocabulary below 2**19 it cannot overflow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,9 @@ def choose(logits: Tensor, draws: Draws) -> tuple[list[int], list[int]]:
     if greedy:
         tokens[greedy] = select_rows(logits, greedy).argmax(-1)
     if whole:
-        tokens[whole] = _draw(select_rows(logits, whole), draws.of(whole))
+        rows = draws.of(whole)
+        weights = _weights(select_rows(logits, whole), rows)
+        tokens[whole] = _draw(weights, _column(rows.numbers, weights))
     if cut:
         tokens[cut] = _draw_cut(select_rows(logits, cut), draws.of(cut))
     return [int(token) for token in tokens.tolist()], faulty
@@ -93,50 +95,29 @@ def select_rows(values: Tensor, rows: list[int]) -> Tensor:
 
 
 def _weights(logits: Tensor, draws: Draws) -> Tensor:
-    """Unnormalised probabilities after temperature and min-p: ``[R, vocab]``, the largest is 1.
-
-    They are padded with zeros to whole blocks of ``_SUM_BLOCK``.
-    """
+    """Unnormalised probabilities after temperature and min-p: ``[R, vocab]`` int64, in ``_UNITS``;
+    the largest is one."""
     temperature = _column(draws.temperature, logits)
     scaled = (logits - logits.amax(-1, keepdim=True)).div_(temperature).exp_()
     if (draws.min_p > 0).any():
         scaled.masked_fill_(scaled < _column(draws.min_p, logits), 0.0)
-    return F.pad(scaled, (0, -scaled.shape[1] % _SUM_BLOCK))
+    return scaled.mul_(_UNITS).round_().long()
 
 
 def _column(values: npt.NDArray[np.generic], like: Tensor) -> Tensor:
     return torch.from_numpy(values).to(like.device).unsqueeze(1)
 
 
-def _cumulative(weights: Tensor) -> Tensor:
-    """Running sums of each block of weights ``[R, n]``: ``[R, blocks]`` float64.
+def _draw(weights: Tensor, numbers: Tensor) -> Tensor:
+    """Places ``[R]`` where the cumulative distribution of ``weights [R, n]`` passes
+    ``numbers [R, 1]``.
 
-    In two levels, because it is faster, and because torch would split the sum of one single row
-    over its threads and so round it differently from the same row among others.
+    Never a place of weight zero, even if the number times the sum of all is, for rounding, the sum.
     """
-    return weights.view(len(weights), -1, _SUM_BLOCK).sum(-1).double().cumsum(-1)
-
-
-def _draw(logits: Tensor, draws: Draws) -> Tensor:
-    """Invert the cumulative distribution over all tokens, in order of token id: ``[R]``."""
-    weights = _weights(logits, draws)
-    sums = _cumulative(weights)
-    target = _column(draws.numbers, logits) * sums[:, -1:]
-    block = torch.searchsorted(sums, target, right=True).clamp_(max=sums.shape[1] - 1)
-    before = torch.where(block > 0, sums.gather(1, (block - 1).clamp_(min=0)), 0.0)
-    blocks = weights.view(len(weights), -1, _SUM_BLOCK)
-    inside = blocks.gather(1, block.unsqueeze(2).expand(-1, 1, _SUM_BLOCK)).squeeze(1)
-    return (block * _SUM_BLOCK + _invert(inside, target - before)).squeeze(1)
-
-
-def _invert(weights: Tensor, target: Tensor) -> Tensor:
-    """First place where the running sum of ``weights [R, n]`` exceeds ``target [R, 1]``.
-
-    Never a place of weight zero, even if the target, for rounding, is the sum of all.
-    """
-    sums = weights.double().cumsum(-1)
-    last = torch.searchsorted(sums, sums[:, -1:].contiguous())
-    return torch.searchsorted(sums, target, right=True).minimum(last)
+    sums = weights.cumsum(-1)
+    total = sums[:, -1:]
+    target = (numbers * total).long().minimum(total - 1)
+    return torch.searchsorted(sums, target, right=True).squeeze(1)
 
 
 def _draw_cut(logits: Tensor, draws: Draws) -> Tensor:
@@ -147,7 +128,7 @@ def _draw_cut(logits: Tensor, draws: Draws) -> Tensor:
     """
     vocab = logits.shape[1]
     weights = _weights(logits, draws)
-    total = _cumulative(weights)[:, -1:]
+    total = weights.sum(-1, keepdim=True)
     number, top_p = _column(draws.numbers, logits), _column(draws.top_p, logits)
     kept = np.where((draws.top_k > 0) & (draws.top_k < vocab), draws.top_k, vocab)
     top_k = _column(kept, logits)
@@ -158,16 +139,16 @@ def _draw_cut(logits: Tensor, draws: Draws) -> Tensor:
         _, ids = top_tokens(logits[rows], width)
         ranked = weights[rows].gather(1, ids)
         ranks = torch.arange(width, device=logits.device)
-        ranked.masked_fill_(ranks >= top_k[rows], 0.0)
-        sums = ranked.double().cumsum(-1)
+        ranked.masked_fill_(ranks >= top_k[rows], 0)
+        sums = ranked.cumsum(-1)
         # After top-k, top-p counts against what top-k left.
         mass = torch.where(top_k[rows] < vocab, sums[:, -1:], total[rows])
         reached = (top_k[rows] == vocab) & (sums[:, -1:] >= top_p[rows] * mass)
         settled = (reached | (top_k[rows] <= width)).squeeze(1)
         # A token stays if those before it fall short of top_p; so the first always does.
-        ranked.masked_fill_(sums - ranked >= top_p[rows] * mass, 0.0)
-        target = number[rows] * ranked.double().cumsum(-1)[:, -1:]
-        chosen = ids.gather(1, _invert(ranked, target)).squeeze(1)
+        ranked.masked_fill_(sums - ranked >= top_p[rows] * mass, 0)
+        place = _draw(ranked, number[rows])
+        chosen = ids.gather(1, place.unsqueeze(1)).squeeze(1)
         tokens[rows[settled]] = chosen[settled]
         rows, width = rows[~settled], min(16 * width, vocab)
     return tokens

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from layby import kernels
@@ -78,7 +79,7 @@ class Sampler:
         # Only rows that something is done with need a look beforehand.
         looked_at = sorted({*reported, *adjusted})
         failed = dict.fromkeys(_take_out_faulty(logits, looked_at), _NOT_FINITE)
-        raw = torch.log_softmax(select_rows(logits, reported), -1) if reported else None
+        raw = log_probabilities(select_rows(logits, reported)) if reported else None
         self._adjust(logits, adjusted, sequences, params)
         tokens, faulty = _choose(logits, _draws(sequences, params, logits.shape[1]))
         for row in faulty:
@@ -153,6 +154,9 @@ def sampling_params(sequence: Sequence) -> SamplingParams:
 
 
 _GREEDY = SamplingParams(temperature=0.0, max_tokens=None)
+
+_ALIGNED_LOGITS = 4
+"""Rows of so many float32 begin where a GPU's widest loads do."""
 
 _NOT_FINITE = "its scores are not finite"
 _NONE_LEFT = "its parameters rule out every token"
@@ -278,6 +282,16 @@ def _choose(logits: Tensor, draws: Draws) -> tuple[list[int], list[int]]:
         faulty,
     )
     return tokens.tolist(), faulty.nonzero()[0].tolist()
+
+
+def log_probabilities(logits: Tensor) -> Tensor:
+    """Of each row of ``logits [R, vocab]``."""
+    vocab = logits.shape[1]
+    if logits.device.type == "cpu" or vocab % _ALIGNED_LOGITS == 0:
+        return torch.log_softmax(logits, -1)
+    # A GPU adds up a row by where it begins in memory, so let all begin alike.
+    missing = -vocab % _ALIGNED_LOGITS
+    return torch.log_softmax(F.pad(logits, (0, missing), value=-math.inf), -1)[:, :vocab]
 
 
 @torch.inference_mode()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import numpy as np
 import torch
@@ -15,10 +15,12 @@ from layby.execution.disk_tier import DiskTier
 from layby.execution.executor import BlockFormat, PositionLogprobs, StepResult
 from layby.execution.faults import Faults
 from layby.execution.kv_cache import KVCache
-from layby.execution.sampler import Sampler, describe, sampling_params
+from layby.execution.sampler import Sampler, describe, log_probabilities, sampling_params
+from layby.execution.stopwatch import Stopwatch
 from layby.models.network import Network
 from layby.scheduling.kept import Tier
 from layby.scheduling.plan import StepPlan
+from layby.scheduling.request import Request
 
 _PROMPT_ROWS = 128
 """Rows of prompt log-probabilities at once: bounds the memory for ``[rows, vocab]``."""
@@ -29,6 +31,10 @@ _DISK_PATIENCE_S = 0.01
 
 class TorchExecutor:
     """Runs step plans on a model, on the model's device and in its number format.
+
+    On a GPU moves between the pools overlap the forward passes: what leaves is copied to the host
+    beside this step's, and what comes back next (``StepPlan.next_in``) is copied from it beside the
+    passes before.
 
     Args:
         model: The network.
@@ -72,18 +78,21 @@ class TorchExecutor:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """See ``Executor``."""
-        moved_s = self._move(plan)
+        stopwatch = self._move(plan)
         if self._disk is not None and (plan.demote or plan.promote):
+            self.cache.overwritten(move.dst for read in plan.promote for move in read.moves)
             self._disk.begin(plan.demote, plan.promote, self.cache.fence())
+        if plan.next_in is not None and self.cache.copies_ahead:
+            self.cache.prefetch(_swap_blocks(plan.next_in))
         num_samples = sum(len(item.samplers) for item in plan.scheduled)
         result = StepResult([0] * num_samples, failures=self._unreadable(plan))
-        if self.model.device.type == "cpu" and (plan.swap_out or plan.swap_in):
-            result.moved_s = moved_s  # elsewhere they are only under way by now
         batch = self._batches.build(plan, without=frozenset(result.failures))
         if batch.items:
             hidden = self.model.forward(batch.flat, self.cache.pool)
             self._report_prompts(batch, hidden, result)
             self._sample(batch, hidden, result)
+        if plan.swap_out or plan.swap_in:
+            result.moved_s = stopwatch.seconds()  # on a GPU not known before
         if self._disk is not None:
             wait_s = 0.0 if plan.scheduled else _DISK_PATIENCE_S
             result.transfer_ends = self._disk.ends(wait_s=wait_s)
@@ -123,26 +132,27 @@ class TorchExecutor:
         self.cache.synchronize()
         del self.cache
 
-    def _move(self, plan: StepPlan) -> float:
+    def _move(self, plan: StepPlan) -> Stopwatch:
         """The plan's moves; the pool grows before and shrinks after them.
 
         Returns:
-            Seconds that those between the pools took.
+            What timed those between the pools.
         """
         cache, num_blocks = self.cache, plan.num_blocks
+        stopwatch = Stopwatch(self.model.device)
         if num_blocks is not None and num_blocks > cache.num_blocks:
             cache.resize(num_blocks)
-        started = time.perf_counter()
-        cache.swap_out(plan.swap_out)
-        swapped_out = time.perf_counter()
+        if plan.swap_out:
+            with stopwatch:
+                cache.swap_out(plan.swap_out)
         cache.copy(plan.relocate)
-        relocated = time.perf_counter()
-        cache.swap_in(plan.swap_in)
-        moved_s = time.perf_counter() - relocated + swapped_out - started
+        if plan.swap_in:
+            with stopwatch:
+                cache.swap_in(plan.swap_in)
         cache.copy(plan.copy)
         if num_blocks is not None and num_blocks < cache.num_blocks:
             cache.resize(num_blocks)
-        return moved_s
+        return stopwatch
 
     def _unreadable(self, plan: StepPlan) -> dict[str, str]:
         """Requests with a token that the model does not have: they must not fail the batch.
@@ -207,6 +217,12 @@ class TorchExecutor:
     ) -> Iterator[PositionLogprobs]:
         for low in range(0, len(chosen), _PROMPT_ROWS):
             part = slice(low, low + _PROMPT_ROWS)
-            logprobs = torch.log_softmax(self.model.logits(hidden[part]), -1)
+            logprobs = log_probabilities(self.model.logits(hidden[part]))
             tokens = chosen[part]
             yield from describe(logprobs, tokens, [count] * len(tokens))
+
+
+def _swap_blocks(parked: Request) -> list[int]:
+    """Where a parked request lies in the swap pool; its samples may share blocks."""
+    tables = (sequence.swap_table for sequence in parked.live_sequences)
+    return list(dict.fromkeys(chain.from_iterable(tables)))

@@ -14,6 +14,7 @@ call, and however a sequence was cut into prefill chunks. Measured with torch 2.
   ``cos``, ``sin`` do not; SiLU is built from ``exp`` here.
 * A reduction to a single number is split over the threads, any other is not. Nothing here reduces
   one row alone, because of the padding.
+* On a GPU padding is not enough, see ``layby.models.exact_products``.
 * Attention walks the context in chunks that are aligned to position 0 and of one fixed size, and a
   chunk that a row may not see leaves that row's state untouched to the bit.
 """
@@ -39,6 +40,11 @@ CHUNK_TOKENS = 128
 """Context positions that attention handles at once, rounded to whole blocks."""
 
 _log = logging.getLogger(__name__)
+
+
+def chunk_tokens(block_size: int) -> int:
+    """Context positions that attention handles at once, for blocks of this size."""
+    return max(1, CHUNK_TOKENS // block_size) * block_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +191,7 @@ class TorchOps:
 
     def attention(self, pool: Tensor, batch: AttentionBatch, num_heads: int) -> PagedAttention:
         """See ``Ops``."""
-        return _ChunkedAttention(pool, batch, num_heads, self.row_multiple)
+        return ChunkedAttention(pool, batch, num_heads, self.row_multiple)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +201,7 @@ class _Chunk:
     Query rows are (position, head of the group) pairs, position-major, padded at the end.
 
     Attributes:
-        rows: Pool rows of layer 0, ``[2 * num_seqs * Hkv * blocks]``, see ``_ChunkedAttention``.
+        rows: Pool rows of layer 0, ``[2 * num_seqs * Hkv * blocks]``, see ``ChunkedAttention``.
         first_row: Rows before this one cannot see the chunk, in any sequence.
         mask: True where a row must not see a position: ``[sequences, 1, rows, CHUNK]`` for the
             sequences from ``mask_from`` on and the rows from ``first_row`` on; None if all see all.
@@ -211,30 +217,37 @@ class _Chunk:
     stale: Tensor | None
 
 
-class _ChunkedAttention:
+class ChunkedAttention:
     """Softmax attention with a running maximum, sum and weighted sum (Milakov & Gimelshein 2018).
 
     Chunk by chunk the blocks are gathered into one contiguous buffer for all sequences of a group,
     so Python's work grows with the number of chunks, never with blocks or tokens. The arithmetic
     is float32 whatever the pool holds.
 
+    ``bmm`` multiplies matrix by matrix; its outcome may lie in a larger buffer.
+
     The pool is seen as rows of ``block_size * D`` numbers, row
     ``((block * layers + layer) * 2 + is_value) * Hkv + head``: one layer is a fixed offset.
     """
 
     def __init__(
-        self, pool: Tensor, batch: AttentionBatch, num_heads: int, row_multiple: int
+        self,
+        pool: Tensor,
+        batch: AttentionBatch,
+        num_heads: int,
+        row_multiple: int,
+        bmm: Callable[[Tensor, Tensor], Tensor] = torch.bmm,
     ) -> None:
         _, num_layers, _, kv_heads, block_size, head_dim = pool.shape
         self._kv_heads, self._block_size, self._head_dim = kv_heads, block_size, head_dim
         self._heads_per_kv = num_heads // kv_heads
-        self._row_multiple = row_multiple
+        self._row_multiple, self._bmm = row_multiple, bmm
         self._layer_rows = 2 * kv_heads
         self._block_rows = num_layers * self._layer_rows
         self._pool_rows = pool.view(-1, block_size * head_dim)
         self._pool_slots = pool.view(-1, head_dim)
-        self._chunk_blocks = max(1, CHUNK_TOKENS // block_size)
-        self._chunk_tokens = self._chunk_blocks * block_size
+        self._chunk_tokens = chunk_tokens(block_size)
+        self._chunk_blocks = self._chunk_tokens // block_size
         self._scale = 1.0 / math.sqrt(head_dim)
         device = pool.device
 
@@ -274,7 +287,7 @@ class _ChunkedAttention:
         maximum = scores.amax(-1, keepdim=True)
         weights = scores.sub_(maximum).exp_()
         total = weights.sum(-1, keepdim=True)
-        result = torch.bmm(weights, values)
+        result = self._bmm(weights, values)
         for chunk in rest:
             # Basic slices: views, so the updates below land in the state itself.
             live = (slice(0, chunk.num_seqs * kv_heads), slice(chunk.first_row, None))
@@ -286,18 +299,18 @@ class _ChunkedAttention:
             decay = (old - new).exp_()
             maximum[live] = new
             total[live].mul_(decay).add_(weights.sum(-1, keepdim=True))
-            result[live].mul_(decay).add_(torch.bmm(weights, values))
-        result = result.div_(total).view(seqs, kv_heads, -1, dim)[:, :, :used]
-        return result.view(by_head).transpose(1, 2).reshape(-1, kv_heads * per_kv * dim)
+            result[live].mul_(decay).add_(self._bmm(weights, values))
+        means: Tensor = result.div_(total).unflatten(0, (seqs, kv_heads))
+        return means[:, :, :used].view(by_head).transpose(1, 2).reshape(-1, kv_heads * per_kv * dim)
 
     def _scores(self, layer: int, query: Tensor, chunk: _Chunk) -> tuple[Tensor, Tensor]:
         """Masked scores ``[n * Hkv, rows, CHUNK]`` and values ``[n * Hkv, CHUNK, D]``."""
         heads = chunk.num_seqs * self._kv_heads
         gathered = self._pool_rows.index_select(0, chunk.rows + layer * self._layer_rows).float()
         keys, values = gathered.view(2, heads, self._chunk_tokens, self._head_dim)
-        scores = torch.bmm(query[:heads, chunk.first_row :], keys.transpose(1, 2))
+        scores = self._bmm(query[:heads, chunk.first_row :], keys.transpose(1, 2))
         if chunk.mask is not None:
-            by_seq = scores.view(chunk.num_seqs, self._kv_heads, -1, self._chunk_tokens)
+            by_seq = scores.unflatten(0, (chunk.num_seqs, self._kv_heads))
             masked = by_seq[chunk.mask_from :, :, : chunk.mask.shape[2]]
             masked.masked_fill_(chunk.mask, -math.inf)
         if chunk.stale is not None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from layby.errors import ModelError
 from layby.models.config import ModelConfig, RopeScaling
+from layby.models.exact_products import ExactOps
 from layby.models.network import FlatBatch, KVFormat
 from layby.models.ops import AttentionBatch, Ops, TorchOps, measure_row_multiple
 
@@ -53,7 +54,7 @@ class Transformer:
             They are copied where they must be fused or converted, and shared otherwise.
         dtype: Number format of weights, activations and KV cache.
         device: Where it runs.
-        ops: Kernels. None: plain torch, with the row padding that this machine needs.
+        ops: Kernels. None: plain torch, so that rows are exact on this machine.
 
     Raises:
         ModelError: A tensor is missing, has the wrong shape, or has no place in such a model.
@@ -82,7 +83,7 @@ class Transformer:
             self._head = reader.take("lm_head.weight", vocab, hidden)
         reader.check_nothing_is_left()
         self._inverse_frequencies = inverse_frequencies(config).to(self.device)
-        self._ops = ops if ops is not None else TorchOps(self._row_multiple())
+        self._ops = ops if ops is not None else self._exact_ops()
 
     @property
     def name(self) -> str:
@@ -156,15 +157,14 @@ class Transformer:
         padded = F.pad(hidden, (0, 0, 0, -len(hidden) % self._ops.row_multiple))
         return self._ops.linear(padded, self._head, None)[: len(hidden)].float()
 
-    def _row_multiple(self) -> int:
-        layer = self._layers[0]
+    def _exact_ops(self) -> Ops:
+        config, layer = self.config, self._layers[0]
         projections = (layer.qkv, layer.output, layer.gate_up, layer.down)
-        weights = [projection.weight for projection in projections]
-        return measure_row_multiple(
-            [*weights, self._head],
-            kv_heads=self.config.num_kv_heads,
-            head_dim=self.config.head_dim,
-        )
+        weights = [*(projection.weight for projection in projections), self._head]
+        kv_heads, head_dim = config.num_kv_heads, config.head_dim
+        if self.device.type == "cuda":
+            return ExactOps(weights, num_kv_heads=kv_heads, head_dim=head_dim)
+        return TorchOps(measure_row_multiple(weights, kv_heads=kv_heads, head_dim=head_dim))
 
 
 def inverse_frequencies(config: ModelConfig) -> Tensor:

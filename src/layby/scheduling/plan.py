@@ -93,6 +93,8 @@ class StepPlan:
         relocate: Device block → device block, out of the end of a pool that shrinks.
         swap_in: Swap block → device block.
         copy: Device block → device block (copy-on-write).
+        next_in: The parked request that comes back next, if it lies in the swap pool: its blocks
+            may be copied ahead.
         num_blocks: The device pool's new size, None if it stays. Blocks that come with it may be
             used by this step's moves; those that go are free once its moves are done.
         demote: Transfers that begin, swap block → disk block.
@@ -116,6 +118,7 @@ class StepPlan:
     relocate: list[BlockMove] = field(default_factory=list)
     swap_in: list[BlockMove] = field(default_factory=list)
     copy: list[BlockMove] = field(default_factory=list)
+    next_in: Request | None = None
     num_blocks: int | None = None
     demote: list[Transfer] = field(default_factory=list)
     promote: list[Transfer] = field(default_factory=list)

@@ -318,6 +318,8 @@ class Scheduler:
         plan.scheduled += step.scheduled
         plan.num_tokens = plan.num_steady + sum(item.num_tokens for item in step.scheduled)
         plan.num_samples = plan.num_steady + sum(len(item.samplers) for item in step.scheduled)
+        head = self.swapped.head
+        plan.next_in = head if head is not None and self.tiers.is_in_ram(head) else None
         metrics = self.metrics
         metrics.swapped_queue_size_max = max(metrics.swapped_queue_size_max, len(self.swapped))
         metrics.kv_usage_max = max(metrics.kv_usage_max, self.memory.device.usage)
