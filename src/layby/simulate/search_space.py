@@ -86,7 +86,7 @@ KNOBS: Final = (
     # No more than there is: RAM is not what a search can find.
     Knob("swap_gib", _parts(0, 1 / 8, 1 / 4, 1 / 2), ("num_swap_blocks",), "num_swap_blocks"),
     Knob("urgent_window", _among(0.0, 5.0, 15.0, 30.0, 60.0, 120.0), of_classes=True),
-    Knob("background_tokens", _among(0, 16, 32, 64, 128, 256, 512), of_classes=True),
+    Knob("background_tokens", _among(0, 16, 32, 48, 96, 192, 384), of_classes=True),
     Knob("preemption_threshold", _among(0.7, 0.8, 0.9, 0.95, 1.0), of_classes=True, most=1.0),
     Knob("priority_aging", _among(5.0, 10.0, 30.0, 60.0, 120.0, 300.0, None), of_classes=True),
     Knob("demote_after_tokens", _among(64, 128, 256, 512, 1024, None), of_classes=True),
