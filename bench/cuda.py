@@ -302,7 +302,7 @@ def measure_load(model: Transformer, *, small: bool) -> dict[str, Any]:
         config = SchedulerConfig(
             num_blocks=num_blocks, num_swap_blocks=4 * num_blocks, block_size=BLOCK_SIZE,
             max_num_seqs=64, max_num_batched_tokens=1024, max_model_len=2048,
-            preemption_mode=mode, watermark=0,
+            preemption_mode=mode, headroom=0,
         )  # fmt: skip
         executor = build(model, kind, num_blocks)
         engine = Engine(

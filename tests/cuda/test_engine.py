@@ -208,7 +208,7 @@ def test_parking_changes_nothing(
     model: Transformer, undisturbed: list[str], prefetches: bool
 ) -> None:
     found = serve(
-        model, num_blocks=NEED, num_swap_blocks=800, preemption_mode="swap", watermark=0,
+        model, num_blocks=NEED, num_swap_blocks=800, preemption_mode="swap", headroom=0,
         prefetches=prefetches,
     )  # fmt: skip
     assert found.answers == undisturbed
@@ -217,13 +217,13 @@ def test_parking_changes_nothing(
 
 
 def test_recomputing_changes_nothing(model: Transformer, undisturbed: list[str]) -> None:
-    found = serve(model, num_blocks=NEED, preemption_mode="recompute", watermark=0)
+    found = serve(model, num_blocks=NEED, preemption_mode="recompute", headroom=0)
     assert found.answers == undisturbed
     assert found.stats.preemptions_recompute > 3
 
 
 def test_hardly_any_swap_pool_changes_nothing(model: Transformer, undisturbed: list[str]) -> None:
-    found = serve(model, num_blocks=NEED, num_swap_blocks=30, watermark=0)
+    found = serve(model, num_blocks=NEED, num_swap_blocks=30, headroom=0)
     assert found.answers == undisturbed
     assert found.stats.preemptions_swap
     assert found.stats.preemptions_recompute
@@ -234,7 +234,7 @@ def test_parking_on_disk_changes_nothing(
 ) -> None:
     found = serve(
         model, num_blocks=NEED, num_swap_blocks=NEED + 8, num_disk_blocks=800, swap_dir=tmp_path,
-        preemption_mode="swap", watermark=0,
+        preemption_mode="swap", headroom=0,
     )  # fmt: skip
     assert found.answers == undisturbed
     assert found.stats.demoted_blocks
@@ -244,6 +244,6 @@ def test_parking_on_disk_changes_nothing(
 def test_a_pool_of_another_size_in_the_middle_changes_nothing(
     model: Transformer, undisturbed: list[str]
 ) -> None:
-    found = serve(model, num_blocks=90, num_swap_blocks=800, watermark=0, disturb=up_and_down)
+    found = serve(model, num_blocks=90, num_swap_blocks=800, headroom=0, disturb=up_and_down)
     assert found.answers == undisturbed
     assert found.stats.preemptions_swap

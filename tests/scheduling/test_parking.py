@@ -13,6 +13,7 @@ from layby.scheduling import (
     MoveCosts,
     PreemptionMode,
     Request,
+    RequestStatus,
     Scheduler,
     SchedulerConfig,
     StepPlan,
@@ -102,6 +103,37 @@ def test_the_first_of_a_class_comes_in_anyhow() -> None:
     bench.add("batch", 30 * BLOCK, 4, priority=5)
     bench.step()
     assert bench.running() == ["later", "batch"]
+
+
+def test_room_is_not_kept_for_those_of_ones_class_who_have_waited_longer() -> None:
+    """They cannot park anybody; and prompts would be computed in crumbs as long as they come."""
+    bench = Bench(urgent_window=1000.0, priority_aging=10.0, background_tokens=1, max_num_seqs=2)
+    bench.add("first", 4, 30, priority=5)
+    bench.add("second", 4, 20, priority=5)
+    bench.step(1.0)
+    bench.add("patient", 4, 20, priority=5)
+    for _ in range(25):
+        bench.step(1.0)
+    assert bench.running() == ["patient", "first"]  # it has risen by two
+    bench.scheduler.abort("first")
+    bench.add("newcomer", 30 * BLOCK, 4, priority=5)
+    assert bench.step().num_tokens == 30 * BLOCK + 1
+
+
+def test_parked_work_keeps_no_room_while_who_has_risen_waits_for_it() -> None:
+    """The urgent class cannot come in before that one, nor that one before the parked one."""
+    bench = Bench(urgent_window=1000.0, priority_aging=10.0)
+    bench.add("long", 4, 90, priority=5)
+    parked = bench.add("parked", 10 * BLOCK, 100, priority=5)
+    bench.step(1.0)
+    bench.add("large", 30 * BLOCK, 4, priority=5)
+    for _ in range(30):
+        bench.step(1.0)
+    bench.add("urgent", 20 * BLOCK, 1)
+    assert [request for request, _ in bench.step(1.0).preempted] == [parked]
+    while parked.status is not RequestStatus.RUNNING:
+        bench.step(1.0)
+    assert 50 <= bench.now <= 53  # "large" is of class 0 by then; "parked" itself at 80
 
 
 def test_urgent_work_finds_its_room_without_parking_anybody() -> None:

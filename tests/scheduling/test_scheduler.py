@@ -470,7 +470,8 @@ class TestEnding:
 
     def test_illegal_moves_name_the_request_and_both_states(self) -> None:
         request = Request("a", [1], max_tokens=1)
-        with pytest.raises(IllegalTransitionError, match="a cannot go from waiting to swapped"):
+        request.move_to(RequestStatus.FINISHED)
+        with pytest.raises(IllegalTransitionError, match="a cannot go from finished to swapped"):
             request.move_to(RequestStatus.SWAPPED)
 
 

@@ -88,7 +88,7 @@ def run(seed: int, *, skipping: bool, policy: str, mode: str, caching: bool) -> 
     return (moves, asdict(scheduler.metrics), now), calls
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     seed=st.integers(0, 10**9),
     policy=st.sampled_from(["swapped-first", "running-first", "recompute-only", "reserve"]),

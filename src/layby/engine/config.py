@@ -144,7 +144,7 @@ class EngineConfig:
         unit="seconds",
     )
     background_tokens: int = _option(
-        64,
+        48,
         "Most prompt tokens in a step for classes less urgent than one seen within urgent_window.",
         unit="tokens",
     )

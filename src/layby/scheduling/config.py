@@ -60,7 +60,7 @@ class SchedulerConfig:
     headroom: float = 1.0
     watermark: float = 0.0
     urgent_window: float = 0.0
-    background_tokens: int = 64
+    background_tokens: int = 48
     preemption_threshold: float = 1.0
     max_queue: int | None = None
     priority_aging: float | None = None
