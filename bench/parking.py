@@ -3,6 +3,8 @@
     python -m bench.parking [--tokens 1000] [--rounds 15] [--dir DIR]
 
 Everything is done once per round, in turn, so that a slow moment of the machine meets all of it.
+Beside the time that passed stands the processor time of all threads, which a busy machine hardly
+changes.
 The last lines tell whether it pays to copy a victim's blocks in a thread beside the forward pass of
 the others, on a CPU.
 """
@@ -16,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -118,14 +121,22 @@ def decode_plan(first_block: int) -> StepPlan:
     return StepPlan(1, 0.0, scheduled=items, num_samples=ROWS)
 
 
-def seconds_of(action: Callable[[], None]) -> float:
-    start = time.perf_counter()
-    action()
-    return time.perf_counter() - start
+@dataclass
+class Times:
+    """Milliseconds, a value for each round."""
+
+    passed: list[float] = field(default_factory=list)
+    processor: list[float] = field(default_factory=list)
+
+    def take(self, action: Callable[[], None]) -> None:
+        start, busy = time.perf_counter(), time.process_time()
+        action()
+        self.passed.append(1e3 * (time.perf_counter() - start))
+        self.processor.append(1e3 * (time.process_time() - busy))
 
 
-def measure(moves: Moves, rounds: int) -> dict[str, list[float]]:
-    """Milliseconds by what was done, a value for each round."""
+def measure(moves: Moves, rounds: int) -> dict[str, Times]:
+    """Everything, by what was done."""
     actions: list[tuple[str, Callable[[], None]]] = [
         ("device → RAM", moves.out),
         ("RAM → device", moves.back),
@@ -139,14 +150,14 @@ def measure(moves: Moves, rounds: int) -> dict[str, list[float]]:
         ("out, then decode, again", moves.out_then_forward),
         ("out beside decode, again", moves.out_beside_forward),
     ]
-    times: dict[str, list[float]] = {name: [] for name, _ in actions}
-    for number in range(rounds + 1):
+    for _, action in actions:
+        action()  # warms up
+    times = {name: Times() for name, _ in actions}
+    for _ in range(rounds):
         for name, action in actions:
             if name == "disk → RAM, from the device":
                 moves.leave_page_cache()
-            taken = seconds_of(action)
-            if number:  # the first round warms up
-                times[name].append(1e3 * taken)
+            times[name].take(action)
     return times
 
 
@@ -175,21 +186,23 @@ def main() -> None:
         f"{options.tokens} tokens, {num_blocks} blocks, {moved_mib:.1f} MiB; {engine.dtype} on "
         f"{engine.device}, {kernels.num_threads()} threads; milliseconds of {options.rounds} rounds"
     )
-    for name, values in times.items():
-        quarter = statistics.quantiles(values, n=4)[0]
-        middle = statistics.median(values)
-        print(f"  {name:32s} median {middle:8.2f}  quarter {quarter:8.2f}  best {min(values):8.2f}")
+    for name, taken in times.items():
+        middle, best = statistics.median(taken.passed), min(taken.passed)
+        busy = statistics.median(taken.processor)
+        print(f"  {name:32s} median {middle:8.2f}  best {best:8.2f}  processor {busy:8.2f}")
     report_gain(times)
     moves.disk.close()
 
 
-def report_gain(times: dict[str, list[float]]) -> None:
+def report_gain(times: dict[str, Times]) -> None:
     """What the thread saves, pair by pair of neighbours in time."""
     gains = [
         before - beside
         for turn in ("", ", again")
         for before, beside in zip(
-            times[f"out, then decode{turn}"], times[f"out beside decode{turn}"], strict=True
+            times[f"out, then decode{turn}"].passed,
+            times[f"out beside decode{turn}"].passed,
+            strict=True,
         )
     ]
     low, middle, high = statistics.quantiles(gains, n=4)
