@@ -137,19 +137,19 @@ def test_parked_work_keeps_no_room_while_who_has_risen_waits_for_it() -> None:
 
 
 def test_urgent_work_finds_its_room_without_parking_anybody() -> None:
+    """Bursts come for as long as the batch takes; counted are the moves for one of them."""
     moves = {}
     for window in (0.0, 100.0):
         bench = Bench(urgent_window=window)
-        for number in range(12):
-            bench.add(f"b{number}", 6 * BLOCK, 4 * BLOCK, priority=5)
-        for burst in range(10):
-            bench.add(f"u{burst}", 16 * BLOCK, 8)
+        batch = [bench.add(f"b{number}", 6 * BLOCK, 4 * BLOCK, priority=5) for number in range(12)]
+        num_bursts = 0
+        while not all(request.is_finished for request in batch):
+            num_bursts += 1
+            bench.add(f"u{num_bursts}", 16 * BLOCK, 8)
             for _ in range(12):
                 bench.step(1.0)
-        while bench.scheduler.has_unfinished:
-            bench.step(1.0)
-        moves[window] = bench.scheduler.metrics.preemptions
-    assert moves[100.0] < 0.75 * moves[0.0]
+        moves[window] = bench.scheduler.metrics.preemptions / num_bursts
+    assert moves[100.0] < 0.6 * moves[0.0]
 
 
 def test_less_urgent_prompts_make_no_long_steps_once_an_urgent_one_was_seen() -> None:
