@@ -228,7 +228,7 @@ class RandomTraffic(RuleBasedStateMachine):
         assert self.ended_before + ended == len(self.accepted)
 
 
-EXAMPLES = int(os.environ.get("LAYBY_SCHEDULER_EXAMPLES", "1000"))
+EXAMPLES = int(os.environ.get("LAYBY_SCHEDULER_EXAMPLES", "900"))
 
 RandomTraffic.TestCase.settings = settings(
     max_examples=EXAMPLES,
