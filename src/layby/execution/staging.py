@@ -108,7 +108,7 @@ class Staging:
         words = swap_pool.shape[1]
         most = staged_bytes // (words * swap_pool.element_size())
         count = max(1, min(most, len(swap_pool)))
-        size = -(-count // _RING_PARTS)
+        size = max(1, count // _RING_PARTS)
         ring = pool.new_empty((size * _RING_PARTS, words))
         self._ring = [_Part(blocks) for blocks in ring.split(size)]
         self._next_part = 0
