@@ -201,7 +201,8 @@ def test_the_welcome_holds_a_command_that_works() -> None:
         ({"drain_timeout_s": math.nan}, "drain_timeout .* got nan"),
         ({"drain_timeout_s": 1e10}, "drain_timeout .* got 1e[+]10"),
         ({"drain_timeout_s": -1.0}, "drain_timeout .* got -1"),
-        ({"keep_results_s": math.inf}, "keep_results .* got inf"),
+        ({"keep_results_s": math.inf, "state_dir": "nowhere"}, "keep_results .* got inf"),
+        ({"keep_results_s": 60.0}, "keep_results is 60 s, but without a state_dir"),
     ],
     ids=str,
 )

@@ -100,8 +100,8 @@ def tune(
 ) -> None:
     """Search the settings under which a server answers this traffic best, on a virtual clock.
 
-    Searched are --max-num-seqs, --max-num-batched-tokens, --headroom, --watermark,
-    --preemption-mode and --swap-gib, and with several classes of requests --urgent-window,
+    Searched are --max-num-seqs, --max-num-batched-tokens, --headroom, --preemption-mode
+    and --swap-gib, and with several classes of requests --urgent-window,
     --background-tokens, --preemption-threshold, --priority-aging and --demote-after-tokens, for
     throughput and for the SLO; each of them that is set to other than its default is held there.
     The queue has no limit, and no load is shed. The same seed gives the same result. Exit status is

@@ -81,7 +81,6 @@ KNOBS: Final = (
     Knob("max_num_seqs", _around(1 / 16, 8)),
     Knob("max_num_batched_tokens", _around(1 / 16, 8)),
     Knob("headroom", _among(0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)),
-    Knob("watermark", _among(0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3), most=0.9),
     Knob("preemption_mode", _among("auto", "recompute")),
     # No more than there is: RAM is not what a search can find.
     Knob("swap_gib", _parts(0, 1 / 8, 1 / 4, 1 / 2), ("num_swap_blocks",), "num_swap_blocks"),
@@ -98,10 +97,11 @@ _MOST: Final = {knob.option: knob.most for knob in KNOBS}
 
 HELD: Final = (
     "num_blocks", "block_size", "max_model_len", "enable_prefix_caching", "max_queue",
-    "num_disk_blocks",
+    "num_disk_blocks", "watermark",
 )  # fmt: skip
 """Fields of :class:`SchedulerConfig` that are not searched: what the machine has, what is promised
-to callers, and what is never better off."""
+to callers, and what is never better off. The watermark keeps the kind of room that headroom keeps,
+and the larger of the two counts: searching both would be searching one of them twice."""
 
 
 class SearchSpace:
