@@ -237,6 +237,18 @@ def test_a_request_that_needs_more_keeps_the_pool_and_then_it_goes_in_stages() -
     assert max(drops) <= 4
 
 
+def test_a_stage_is_no_larger_than_what_an_operator_wants() -> None:
+    """While a request kept the pool above it, a stage down from there was its new target."""
+    box = Box(limit=1000, block_mib=32)
+    box.touch()
+    box.engine.add_request("x" * 8, SamplingParams(max_tokens=20, n=7))
+    box.engine.resize_kv_pool(20)
+    box.others = 1000 - FULL
+    box.steps(10)
+    assert box.sizes[-1] == 37
+    assert box.harness.scheduler.target_blocks <= 20
+
+
 def test_a_goal_that_must_wait_is_one_change_and_one_line(caplog: pytest.LogCaptureFixture) -> None:
     box = Box(limit=1000)
     box.touch()

@@ -95,6 +95,36 @@ def test_room_is_kept_for_the_urgent_until_the_window_has_passed() -> None:
     assert bench.running() == ["first", "second"]
 
 
+def test_half_of_the_pool_is_the_most_that_is_kept_for_the_urgent() -> None:
+    """A rush of urgent work that never comes again left a server all but idle for the window."""
+    bench = Bench(urgent_window=1e6)
+    bench.add("urgent", 38 * BLOCK, 1)
+    bench.add("later", 2, 50)
+    bench.step()
+    for number in range(4):
+        bench.add(f"b{number}", 9 * BLOCK, 4, priority=5)
+    bench.step()
+    assert bench.running() == ["later", "b0", "b1"]  # 20 of 40 blocks are left
+
+
+def test_nobody_is_parked_for_the_most_urgent_in_a_step_that_let_in_who_is_less_urgent() -> None:
+    """One of class 1 who has risen took a seat, and one of class 0 gave up another to class -3."""
+    bench = Bench(priority_aging=1.0, max_num_seqs=2)
+    bench.add("stays", 1, 60)
+    ends = bench.add("ends", 1, 6)
+    bench.step(1.0)
+    bench.add("risen", 1, 60, priority=1)
+    while not ends.is_finished:
+        bench.step(1.0)
+    urgent = bench.add("urgent", 1, 60, priority=-3)
+    plan = bench.step(1.0)
+    assert [request.request_id for request in plan.admitted] == ["risen"]
+    assert not plan.preempted
+    plan = bench.step(1.0)
+    assert [request for request, _ in plan.preempted] == [bench.scheduler.requests["stays"]]
+    assert plan.admitted == [urgent]
+
+
 def test_the_first_of_a_class_comes_in_anyhow() -> None:
     bench = Bench(urgent_window=1e6)
     bench.add("urgent", 38 * BLOCK, 1)

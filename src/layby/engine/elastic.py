@@ -230,8 +230,9 @@ class ElasticPool:
     def _approach(self, goal: int, scheduler: Scheduler) -> None:
         """Ask for the next stage; who may come to need more keeps it waiting."""
         size = scheduler.device_pool.num_blocks
-        if self._room_beside is None:
-            goal = max(goal, size - self._stage_blocks)
+        if self._room_beside is None and goal < size:
+            stage = max(goal, size - self._stage_blocks)
+            goal = min(stage, scheduler.target_blocks)  # which the pool may be still above
         if goal != scheduler.target_blocks:
             scheduler.resize(goal)
         if goal == self.goal:

@@ -96,7 +96,8 @@ class Entry:
         """Blocks that a newcomer must leave to more urgent classes, which came to need them lately.
 
         ``least`` is the least urgent that runs. The first of a class comes in anyhow, so that it
-        gets on. A parked one that holds up somebody more urgent, who waits for it to come back,
+        gets on, and half of the pool is the most that is kept for those who may never come again.
+        A parked one that holds up somebody more urgent, who waits for it to come back,
         leaves what he would leave: else all three would wait for the window to pass.
         """
         if least is None or least.rank < request.rank or not self.policy.parks_for_urgent:
@@ -105,7 +106,7 @@ class Entry:
         if request.status is RequestStatus.SWAPPED and (waits := self.waiting.head) is not None:
             rank = min(rank, waits.rank)
         if peak := self._urgent.peak(rank, now):
-            room = peak - self._held_by(rank - 1)
+            room = min(peak - self._held_by(rank - 1), self.memory.device.limit // 2)
         if self.config.preemption_threshold < 1 and self.yields(request, now):
             room = max(room, self.spare_blocks)
         return max(room, 0)

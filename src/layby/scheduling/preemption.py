@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from itertools import chain
 
 from layby.scheduling.classes import Classes
 from layby.scheduling.config import SchedulerConfig
@@ -96,8 +97,10 @@ class Preemption:
         is_parked = newcomer.status is RequestStatus.SWAPPED
         if is_parked and not self.tiers.is_in_ram(newcomer):
             return
-        # Nobody leaves for the sake of who is less urgent than somebody who just came back.
-        bar = max([newcomer.claim, *(request.rank for request in step.plan.resumed)])
+        # Nobody leaves in a step that let somebody in or back who may not go ahead of him.
+        came_back = (request.rank for request in step.plan.resumed)
+        came_in = (request.claim for request in step.plan.admitted)
+        bar = max(chain([newcomer.claim], came_back, came_in))
         candidates = [
             request
             for request in self.running
