@@ -5,11 +5,13 @@
     ├── ModelError               a model that cannot be found, read or run
     │   └── ModelNotFoundError   …because the name leads nowhere
     ├── InvalidRequestError      the request is at fault (HTTP 400); names the parameter
-    │   └── RequestTooLargeError …it could never fit in the KV cache, even alone
+    │   └── BeyondSettingsError  …but with larger settings the engine could serve it
+    │       └── RequestTooLargeError …it could never fit in the KV cache, even alone
     ├── QueueFullError           too many requests are queued (HTTP 429); try again later
     ├── RequestFailedError       this one request failed while it ran (HTTP 500)
     └── EngineUnavailableError   the engine takes no work (HTTP 503)
         ├── EngineDrainingError  …because it is shutting down
+        ├── RequestKeptError     …for this one request, which waits for another start
         └── EngineDeadError      …because a step failed
 
 The module imports nothing of Layby, so that every layer can raise these. ``counted``, ``shown``
@@ -55,7 +57,11 @@ class InvalidRequestError(LaybyError, ValueError):
         self.param = param
 
 
-class RequestTooLargeError(InvalidRequestError):
+class BeyondSettingsError(InvalidRequestError):
+    """A request that the engine's settings (context, places, KV cache) are too small for."""
+
+
+class RequestTooLargeError(BeyondSettingsError):
     """A request whose worst case exceeds the device pool, even with nothing else running.
 
     ``needed_blocks`` and ``total_blocks`` are the two numbers of the message.
@@ -87,6 +93,14 @@ class EngineUnavailableError(LaybyError):
 
 class EngineDrainingError(EngineUnavailableError):
     """The engine is shutting down: it finishes what it accepted and takes nothing new."""
+
+
+class RequestKeptError(EngineUnavailableError):
+    """An earlier process accepted it; this one's settings are too small for it, for ``reason``."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"{reason}; the request is kept for a start with larger settings")
+        self.reason = reason
 
 
 class EngineDeadError(EngineUnavailableError):

@@ -260,16 +260,21 @@ def test_an_answer_that_somebody_only_asked_about_is_still_there(tmp_path: Path)
             await engine.shutdown(0.0)  # its stream breaks off: nothing was delivered
             await post
 
+    async def finish_it() -> None:
+        async with durable(tmp_path) as (_, engine):
+            await until(lambda: is_idle(engine), "it has ended")
+
     async def ask() -> None:
         async with durable(tmp_path) as (client, _):
             path = f"/v1/requests/{made}"
-            await until(lambda: row("status") == "done", "it has ended")
+            assert row("status") == "done"
             for query in ("", "?stream=true"):
                 for _ in range(2):
                     assert (await client.head(path + query)).status_code == 200
             assert (await client.get(path)).json()["status"] == "completed"
 
     asyncio.run(leave_it())
+    asyncio.run(finish_it())
     asyncio.run(ask())
 
 
@@ -342,9 +347,12 @@ def test_a_hang_up_ends_only_what_nobody_can_come_back_for(
         assert engine.stats().requests_finished == is_chosen
         assert engine.stats().requests_aborted == (not is_chosen)
         wait_until(lambda: not journal.unfinished(), "nothing is to be resumed")
-        if is_chosen:
-            answer = httpx.get(f"{url}/v1/requests/mine").json()
-            assert answer["status"] == "completed"
+        if is_chosen:  # its readers are told after the journal
+            mine = f"{url}/v1/requests/mine"
+            wait_until(
+                lambda: httpx.get(mine).json()["status"] == "completed", "its answer is whole"
+            )
+            answer = httpx.get(mine).json()
             assert answer["usage"]["completion_tokens"] == 20
     journal.close()
 
@@ -432,26 +440,112 @@ async def interrupt(state_dir: Path, *bodies: dict[str, Any]) -> list[httpx.Resp
     return answers
 
 
-def test_what_the_engine_can_no_longer_serve_fails_alone_at_the_next_start(
+SMALL, LARGE = ({"prompt": "x", "max_tokens": most, "seed": 1} for most in (60, 200))
+WIDE = {"prompt": ["x", "y"], "max_tokens": 200, "seed": 2, "n": 4}
+
+
+def test_whoever_is_cut_off_is_told_that_his_request_is_kept_and_how_to_fetch_it(
     tmp_path: Path,
 ) -> None:
-    """A smaller pool: one request of two does not fit into it any more."""
-
-    async def go_on() -> None:
-        async with durable(tmp_path, make_engine(num_blocks=6)) as (client, _):
-            for name, status in (("job-0", "completed"), ("job-1", "failed")):
-                stream = await client.get(f"/v1/requests/{name}?stream=true")
-                state = (await client.get(f"/v1/requests/{name}")).json()
-                assert state["status"] == status
-                assert stream.text.endswith("[DONE]\n\n") == (status == "completed")
-            assert "blocks" in state["error"]["message"]
-
-    small, large = ({"prompt": "x", "max_tokens": most} for most in (60, 200))
-    for number, answer in enumerate(asyncio.run(interrupt(tmp_path, small, large))):
+    for number, answer in enumerate(asyncio.run(interrupt(tmp_path, SMALL, LARGE))):
         assert answer.status_code == 503
-        assert answer.json()["error"]["code"] == "draining"
+        error = answer.json()["error"]
+        assert error["code"] == "draining"
+        assert f"it is kept: GET /v1/requests/job-{number}" in error["message"]
         assert answer.headers["x-request-id"] == f"job-{number}"
-    asyncio.run(go_on())
+
+
+@pytest.mark.parametrize(
+    ("smaller", "reason"),
+    [
+        ({"num_blocks": 6}, "need 13 KV blocks of 16 tokens, but the pool has 6"),
+        ({"max_model_len": 128}, "together 201; the context holds 128"),
+        ({"max_num_seqs": 3, "num_blocks": 40}, "n is 4, but at most 3 sequences can run"),
+    ],
+)
+def test_what_smaller_settings_cannot_serve_waits_untouched_for_larger_ones(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, smaller: dict[str, Any], reason: str
+) -> None:
+    body = WIDE if "max_num_seqs" in smaller else LARGE
+    path = "/v1/requests/job-1"
+
+    def row() -> tuple[Any, ...]:
+        with sqlite3.connect(tmp_path / "journal.sqlite3") as database:
+            [found] = database.execute("SELECT * FROM calls WHERE id = 'job-1'")
+        return tuple(found)
+
+    async def undisturbed() -> list[dict[str, Any]]:
+        async with in_process(make_engine()) as client:
+            answer = await client.post(COMPLETIONS, json=body)
+            return list(answer.json()["choices"])
+
+    async def start_too_small() -> None:
+        async with durable(tmp_path, make_engine(**smaller)) as (client, _):
+            small = await client.get("/v1/requests/job-0?stream=true")
+            assert small.text.endswith("[DONE]\n\n")
+            state = (await client.get(path)).json()
+            assert state["status"] == "interrupted"
+            assert reason in state["error"]["message"]
+            assert state["usage"]["completion_tokens"] > 0
+            stream = await client.get(f"{path}?stream=true")
+            assert reason in stream.text
+            for is_stream in (False, True):
+                again = {**body, "stream": is_stream}
+                answer = await client.post(
+                    COMPLETIONS, json=again, headers={"X-Request-Id": "job-1"}
+                )
+                assert answer.status_code == (200 if is_stream else 503)
+                assert reason in answer.text
+                assert "kept for a start with larger settings" in answer.text
+            assert (await client.patch(path, json={"priority": 1})).status_code == 404
+
+    async def start_as_before() -> None:
+        async with durable(tmp_path) as (client, _):
+            assert (await client.get(f"{path}?stream=true")).text.endswith("[DONE]\n\n")
+            state = (await client.get(path)).json()
+            assert state["status"] == "completed"
+            assert state["response"]["choices"] == await undisturbed()
+
+    asyncio.run(interrupt(tmp_path, SMALL, body))
+    before = row()
+    for _ in range(2):
+        caplog.clear()
+        asyncio.run(start_too_small())
+        assert row() == before
+        [warning] = [r.message for r in caplog.records if r.levelname == "WARNING"]
+        assert warning.startswith("1 request of an earlier run cannot be served")
+        assert "the first, job-1: " in warning
+        assert reason in warning
+        assert "DELETE /v1/requests/{id} forgets one" in warning
+    asyncio.run(start_as_before())
+
+
+def test_what_waits_for_larger_settings_can_be_forgotten(tmp_path: Path) -> None:
+    async def forget() -> None:
+        async with durable(tmp_path, make_engine(num_blocks=6)) as (client, _):
+            assert (await client.delete("/v1/requests/job-0")).status_code == 200
+            assert (await client.get("/v1/requests/job-0")).status_code == 404
+
+    async def start_as_before() -> None:
+        async with durable(tmp_path) as (client, _):
+            assert (await client.get("/v1/requests/job-0")).status_code == 404
+
+    asyncio.run(interrupt(tmp_path, LARGE))
+    asyncio.run(forget())
+    asyncio.run(start_as_before())
+
+
+def test_what_the_model_cannot_take_fails_at_the_next_start(tmp_path: Path) -> None:
+    """Its record cannot be gone on from, with whatever settings."""
+
+    async def start() -> None:
+        async with durable(tmp_path) as (client, _):
+            assert (await client.get("/v1/requests/job-0")).json()["status"] == "failed"
+
+    asyncio.run(interrupt(tmp_path, LARGE))
+    with sqlite3.connect(tmp_path / "journal.sqlite3") as database:
+        database.execute("UPDATE calls SET call = json_set(call, '$.requests[0][0][0]', 99999)")
+    asyncio.run(start())
 
 
 def test_another_models_state_is_refused_and_left_untouched(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,12 +86,52 @@ async def finished(client: httpx.AsyncClient, name: str) -> dict[str, Any]:
     return response
 
 
-def test_nothing_that_was_saved_is_computed_again(tmp_path: Path) -> None:
+def resumed_line(caplog: pytest.LogCaptureFixture) -> str:
+    [line] = [r.message for r in caplog.records if r.message.startswith("resumed ")]
+    return line
+
+
+def test_nothing_that_was_saved_is_computed_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     asyncio.run(cut_off(tmp_path))
+    [saved] = re.findall(r"saved the KV cache of (\d+ requests \(\d+ blocks)", caplog.text)
     assert (tmp_path / "kv-cache").stat().st_mode & 0o777 == 0o600
     stats = asyncio.run(go_on(tmp_path))
     assert stats.recomputed_tokens == 0
     assert stats.swapped_in_blocks > 0
+    assert f"; the KV cache of {saved}) came back parked" in resumed_line(caplog)
+
+
+def test_a_start_without_the_saved_kv_says_that_none_came_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    asyncio.run(cut_off(tmp_path))
+    asyncio.run(go_on(tmp_path, "state.read=eio:1"))
+    assert "; the KV cache of 0 requests (0 blocks) came back parked" in resumed_line(caplog)
+
+
+def test_what_smaller_settings_cannot_serve_costs_one_line_however_much_kv_it_had(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its KV is dropped, its tokens are not: larger settings finish it as if undisturbed."""
+
+    async def start_too_small() -> None:
+        engine = make_engine(num_blocks=4)
+        journal = Journal(tmp_path)
+        journal.claim(engine.identity)
+        requests = DurableRequests(engine, journal)
+        async with in_process(engine, durable=requests):
+            assert await requests.recover() == 0
+        assert await requests.close() == len(BODIES)
+
+    asyncio.run(cut_off(tmp_path))
+    asyncio.run(start_too_small())
+    [warning] = [r.message for r in caplog.records if r.levelno >= logging.WARNING]
+    assert warning.startswith(f"{len(BODIES)} requests of an earlier run cannot be served")
+    assert asyncio.run(go_on(tmp_path)).recomputed_tokens > 0
 
 
 def test_what_has_no_room_in_ram_is_computed_again(
@@ -102,8 +143,8 @@ def test_what_has_no_room_in_ram_is_computed_again(
     stats = asyncio.run(go_on(tmp_path, num_swap_blocks=4))
     assert stats.recomputed_tokens > 0
     assert 0 < stats.swapped_in_blocks <= 4
-    no_room = [r.message[-1] for r in caplog.records if "there is no room" in r.message]
-    assert no_room == ["0", "1", "2", "3"]
+    no_room = re.findall(r"there is no room for the saved KV cache of request (\S+)", caplog.text)
+    assert no_room == ["job-0", "job-1", "job-2", "job-2"]  # the last has two prompts
 
 
 @pytest.mark.parametrize(

@@ -250,6 +250,7 @@ def test_what_is_left_at_the_drain_limit_goes_on_from_its_tokens(
     before = [reader.is_done for reader in readers]
     num_left = before.count(False)
     assert f"saved {num_left} unfinished requests for the next start" in log
+    assert re.search(rf"stopped: \d+ requests finished, {num_left} kept .*, 0 aborted", log), log
     journal = Journal(tmp_path)
     saved = journal.unfinished()
     journal.close()

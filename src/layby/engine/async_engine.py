@@ -190,6 +190,7 @@ class AsyncEngine:
         self._streams: dict[str, RequestStream] = {}
         self._outbox: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
         self._unfinished: UnfinishedKV | None = None  # of what was cut off
+        self._num_cut_off = 0
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> AsyncEngine:
@@ -531,6 +532,11 @@ class AsyncEngine:
         return self._draining
 
     @property
+    def num_cut_off(self) -> int:
+        """Requests that a shutdown ended; of those aborted."""
+        return self._num_cut_off
+
+    @property
     def error(self) -> EngineDeadError | None:
         """Why the engine is dead; None if it is not."""
         return self._engine.error
@@ -671,6 +677,7 @@ class AsyncEngine:
                 self._abort(command.stream.request_id)
         if cut_off is not None:
             self._unfinished = self._engine.unfinished_kv()
+            self._num_cut_off += len(self._streams)
             for request_id in list(self._streams):
                 self._abort(request_id, cut_off)
         self._flush()  # so that refusals do not wait for the step

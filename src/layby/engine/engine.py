@@ -180,8 +180,9 @@ class Engine(RequestPreparer):
         was_idle = not self._live
         if self._shedding is not None and not prepared.was_accepted:
             self._shed(request, self._shedding)
+        name = prepared.known_as or request.request_id
         if prepared.kept is None or not bring_back(
-            request, prepared.kept, self.scheduler, self.executor
+            request, name, prepared.kept, self.scheduler, self.executor
         ):
             self.scheduler.add_request(request, was_accepted=prepared.was_accepted)
         self._live[request.request_id] = LiveRequest.of(

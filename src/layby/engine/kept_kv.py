@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from layby.errors import counted
+from layby.errors import InvalidRequestError, counted
 from layby.execution.block_io import BlockFaultError, fault_of
 from layby.execution.executor import Executor
 from layby.execution.faults import Faults
@@ -110,8 +110,10 @@ def open_kept(
         return None
 
 
-def bring_back(request: Request, kept: KeptKV, scheduler: Scheduler, executor: Executor) -> bool:
-    """Queue a request with the KV that an earlier process kept of it.
+def bring_back(
+    request: Request, name: str, kept: KeptKV, scheduler: Scheduler, executor: Executor
+) -> bool:
+    """Queue a request, ``name`` in the log, with the KV that an earlier process kept of it.
 
     Returns:
         False if that cannot be: the request is as it was. If its KV turns out to be unreadable,
@@ -120,9 +122,10 @@ def bring_back(request: Request, kept: KeptKV, scheduler: Scheduler, executor: E
     Raises:
         LaybyError: As ``Scheduler.add_request``.
     """
-    name = request.request_id
     try:
         place = scheduler.add_parked(request, kept.tables)
+    except InvalidRequestError:
+        raise
     except ValueError as error:
         logger.warning("the saved KV cache of request %s is of no use: %s", name, error)
         return False
@@ -131,12 +134,14 @@ def bring_back(request: Request, kept: KeptKV, scheduler: Scheduler, executor: E
         return False
     if fault := _fill(place, kept, executor):
         scheduler.metrics.count_fault(fault)
-        scheduler.lose_kv(name)
+        scheduler.lose_kv(request.request_id)
         logger.warning(
             "the saved KV cache of request %s cannot be read (%s): it will be computed again",
             name,
             fault,
         )
+    else:
+        kept.file.count_restored(kept.tables)
     return True
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from layby.engine.detokenizer import StopStrings
 from layby.engine.interfaces import ChatTemplate, Tokenizer
 from layby.engine.kept_kv import key_of
-from layby.errors import InvalidRequestError, counted, shown
+from layby.errors import BeyondSettingsError, InvalidRequestError, counted, shown
 from layby.execution.kv_file import KeptKV, KVFile
 from layby.sampling_params import SamplingParams
 from layby.scheduling import Request, Scheduler
@@ -30,6 +30,7 @@ class PreparedRequest:
         stops: The stop strings of ``params``, ready to be searched for.
         was_accepted: An earlier process accepted it: it finds a place even in a full queue.
         kept: What that process kept of its KV.
+        known_as: What its caller knows it by, for the log; empty if that is the request's id.
         begins_text: The answer is a text of its own, as in a chat, and does not go on with the
             prompt's.
     """
@@ -40,6 +41,7 @@ class PreparedRequest:
     stops: StopStrings
     was_accepted: bool = False
     kept: KeptKV | None = None
+    known_as: str = ""
     begins_text: bool = False
 
     @property
@@ -163,6 +165,7 @@ class RequestPreparer:
             kept: The KV that process kept, of which this request takes its own.
 
         Raises:
+            BeyondSettingsError: It does not fit into this engine's context.
             InvalidRequestError: This engine cannot serve it, or it cannot go on from there.
         """
         prepared = self.prepare(prompt, params, priority=priority, cache_salt=cache_salt)
@@ -269,7 +272,7 @@ class RequestPreparer:
         """Tokens that the context has left for the answer, at least one."""
         room = self.max_model_len - num_prompt_tokens
         if room < 1:
-            raise InvalidRequestError(
+            raise BeyondSettingsError(
                 f"the prompt has {counted(num_prompt_tokens, 'token')}; the context holds "
                 f"{self.max_model_len}, and at least one must be left for the answer",
                 param="prompt",
@@ -283,14 +286,14 @@ class RequestPreparer:
         if params.max_tokens is not None:
             if params.max_tokens > room:
                 together = shown(num_prompt_tokens + params.max_tokens)
-                raise InvalidRequestError(
+                raise BeyondSettingsError(
                     f"{prompt_has} and max_tokens is {shown(params.max_tokens)}, together "
                     f"{together}; the context holds {self.max_model_len}",
                     param="max_tokens",
                 )
             return params.max_tokens
         if params.min_tokens > room:
-            raise InvalidRequestError(
+            raise BeyondSettingsError(
                 f"{prompt_has} and min_tokens is "
                 f"{shown(params.min_tokens)}; the context holds {self.max_model_len}",
                 param="min_tokens",

@@ -176,6 +176,9 @@ class KVFile:
         path, block_format, identity, faults: As for the writer; what was written of other blocks
             or under another identity is of no use.
 
+    Attributes:
+        requests_restored, blocks_restored: How much of it is in use again.
+
     Raises:
         FileNotFoundError: There is none.
         OSError, BlockFaultError: It cannot be read, or is not as it was written.
@@ -188,6 +191,7 @@ class KVFile:
         identity: Mapping[str, str],
         faults: Faults | None = None,
     ) -> None:
+        self.requests_restored = self.blocks_restored = 0
         self._path, self._block_bytes = path, block_format.num_bytes
         self._faults = faults or Faults({})
         self._kept: dict[str, list[KeptKV]] = {}
@@ -218,6 +222,11 @@ class KVFile:
             return self._kept[key].pop()
         except (KeyError, IndexError):
             return None
+
+    def count_restored(self, tables: KVTables) -> None:
+        """A request is parked with its blocks."""
+        self.requests_restored += 1
+        self.blocks_restored += len(tables.blocks)
 
     def read(self, first: int, count: int) -> memoryview:
         """The content of ``count`` blocks of the file from ``first`` on.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from layby.errors import InvalidRequestError, QueueFullError, RequestTooLargeError
+from layby.errors import BeyondSettingsError, QueueFullError, RequestTooLargeError
 from layby.scheduling.config import SchedulerConfig
 from layby.scheduling.memory import KVMemory
 from layby.scheduling.request import Request
@@ -27,13 +27,13 @@ class Intake:
         """The same for a request that has not been made yet: its prompt may be far too long to."""
         config = self.config
         if n > config.max_num_seqs:
-            raise InvalidRequestError(
+            raise BeyondSettingsError(
                 f"n is {n}, but at most {config.max_num_seqs} sequences can run",
                 param="n",
             )
         length = num_prompt_tokens + max_tokens
         if config.max_model_len is not None and length > config.max_model_len:
-            raise InvalidRequestError(
+            raise BeyondSettingsError(
                 f"the prompt's {num_prompt_tokens} tokens and max_tokens {max_tokens} make "
                 f"{length}, but a sequence holds at most {config.max_model_len} tokens",
                 param="max_tokens",

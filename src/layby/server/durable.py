@@ -4,7 +4,8 @@ A call is written down before its caller learns that it was accepted. From then 
 own reads the engine's deltas into a record; whoever wants the answer, now or later, whole or as a
 stream, reads that record. What has not ended when the process does is taken up by the next one:
 from its tokens after an orderly end, from its prompt after any other. Either way the tokens are
-the same, because seed and position decide about each.
+the same, because seed and position decide about each. What the next one's settings are too small
+for stays in the journal as it is, for one with larger settings.
 
 Who hangs up: a call whose id the client chose goes on, because the client can come back for it;
 any other is aborted, as without a journal. While the server drains nobody's hang-up counts.
@@ -34,10 +35,12 @@ from layby.engine.journal import CallRecord, CallStatus, Journal, RequestRecord,
 from layby.engine.outputs import CompletionDelta, CompletionOutput, RequestDelta, RequestOutput
 from layby.engine.workers import Workers
 from layby.errors import (
+    BeyondSettingsError,
     EngineUnavailableError,
     InvalidRequestError,
     LaybyError,
     RequestFailedError,
+    RequestKeptError,
     counted,
 )
 from layby.execution.kv_file import KVFile, remove_kv_file
@@ -312,11 +315,15 @@ class DurableRequests:
         await asyncio.to_thread(remove_kv_file, self._journal.kv_path)
         if records:
             logger.info(
-                "resumed %d of %s of an earlier run in %.0f ms",
+                "resumed %d of %s of an earlier run in %.0f ms; "
+                "the KV cache of %s (%s) came back parked",
                 resumed,
                 counted(len(records), "request"),
                 1000 * (time.monotonic() - start_s),
+                counted(0 if kept is None else kept.requests_restored, "request"),
+                counted(0 if kept is None else kept.blocks_restored, "block"),
             )
+        self._warn_of_kept(calls)
         return resumed
 
     async def _take_up(self, calls: Sequence[LiveCall], kept: KVFile | None) -> int:
@@ -357,8 +364,26 @@ class DurableRequests:
         if isinstance(error, EngineUnavailableError):  # not its fault: the journal still has it
             del self._live[call.key]
             return
+        if isinstance(error, BeyondSettingsError):  # nor is that its fault
+            call.settle(RequestKeptError(str(error)))
+            return
         logger.warning("request %s cannot be resumed: %s", call.record.call_id, error)
         await self._end(call, error)
+
+    def _warn_of_kept(self, calls: Sequence[LiveCall]) -> None:
+        """Say once what this engine's settings are too small for."""
+        kept = [
+            f"{call.record.call_id}: {call.failure.reason}"
+            for call in calls
+            if isinstance(call.failure, RequestKeptError)
+        ]
+        if kept:
+            logger.warning(
+                "%s of an earlier run cannot be served with these settings (the first, %s) and are "
+                "kept for a start with larger settings; DELETE /v1/requests/{id} forgets one",
+                counted(len(kept), "request"),
+                kept[0],
+            )
 
     async def save_kv(self, unfinished: UnfinishedKV) -> None:
         """Keep the KV cache of what has not ended, once its tokens are written down."""
@@ -575,7 +600,9 @@ class DurableRequests:
                 else (),
                 kept=kept,
             )
-            prepared[number] = replace(one, begins_text=record.kind == "chat")
+            prepared[number] = replace(
+                one, known_as=record.call_id, begins_text=record.kind == "chat"
+            )
         return prepared
 
     def _start(self, call: LiveCall, streams: Mapping[int, RequestStream]) -> None:
@@ -613,6 +640,11 @@ class DurableRequests:
             record.status = CallStatus.DONE if error is None else CallStatus.FAILED
             record.error = None if error is None else str(error)
         is_written = await self._try_to_write(partial(self._journal.save, record))
+        if isinstance(error, EngineUnavailableError) and is_written:
+            error = type(error)(
+                f"{error}; it is kept: GET /v1/requests/{record.call_id} has its answer after "
+                "the restart"
+            )
         call.settle(error)
         if is_written and record.status is not CallStatus.OPEN:
             self._live.pop(call.key, None)

@@ -11,6 +11,7 @@
 | QueueFullError                           | 429    | rate_limit_error      | queue_full      |
 | RequestFailedError, anything unforeseen  | 500    | server_error          | null            |
 | EngineDrainingError                      | 503    | server_error          | draining        |
+| RequestKeptError                         | 503    | server_error          | kept            |
 | EngineDeadError, EngineUnavailableError  | 503    | server_error          | engine_dead     |
 
 Messages and parameter names are cut to a readable length. What is not even HTTP never gets to the
@@ -39,6 +40,7 @@ from layby.errors import (
     InvalidRequestError,
     LaybyError,
     QueueFullError,
+    RequestKeptError,
 )
 from layby.server.protocol import ErrorAnswer
 
@@ -80,7 +82,8 @@ def error_answer(error: Exception) -> tuple[int, ErrorAnswer, dict[str, str]]:
         status, code = 503, "draining"
         headers["Retry-After"] = str(_DRAINING_RETRY_AFTER_S)
     elif isinstance(error, EngineUnavailableError):
-        status, code = 503, "engine_dead"
+        status = 503
+        code = "kept" if isinstance(error, RequestKeptError) else "engine_dead"
     elif isinstance(error, HTTPException):
         status, kind, message = error.status_code, "invalid_request_error", str(error.detail)
         code = "invalid_api_key" if status == 401 else None

@@ -219,13 +219,22 @@ async def _run(
             await drains[0]
         else:
             await engine.shutdown(0.0, save=save)
-        if durable is not None:
-            await durable.close()
-        stats = engine.stats()
+        num_kept = None if durable is None else await durable.close()
+        _log_end(engine, num_kept)
+
+
+def _log_end(engine: AsyncEngine, num_kept: int | None) -> None:
+    """Say what has become of everything; what is kept in a journal is not lost."""
+    stats = engine.stats()
+    finished = counted(stats.requests_finished, "request")
+    if num_kept is None:
+        logger.info("stopped: %s finished, %d aborted", finished, stats.requests_aborted)
+    else:
         logger.info(
-            "stopped: %s finished, %d aborted",
-            counted(stats.requests_finished, "request"),
-            stats.requests_aborted,
+            "stopped: %s finished, %d kept for the next start, %d aborted",
+            finished,
+            num_kept,
+            stats.requests_aborted - engine.num_cut_off,
         )
 
 
