@@ -118,6 +118,13 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     return f"{number} {noun if number == 1 else plural or noun + 's'}"
 
 
+def sized(num_bytes: int) -> str:
+    """An amount of memory as a person reads it: ``1.50 GiB``, and ``4.0 MiB`` below one GiB."""
+    if num_bytes < 2**30:
+        return f"{num_bytes / 2**20:.1f} MiB"
+    return f"{num_bytes / 2**30:.2f} GiB"
+
+
 @contextmanager
 def prefixed(what: str, *, when: bool = True) -> Iterator[None]:
     """Put ``what`` in front of the message of an error that is one request's own fault or lot."""

@@ -12,6 +12,7 @@ import pytest
 from layby.cli import main
 from layby.cli.simulate import scheduler_flags
 from layby.simulate.settings import SCHEDULER_OPTIONS
+from tests.engine.recorded import record
 
 PROFILE = ("--profile", "a100-llama3-8b")
 ARRIVALS = ("--arrivals", "poisson:rate=20,requests=40,prompt=100-400,output=20-80")
@@ -237,6 +238,39 @@ def test_a_resize_is_played_and_told(capsys: pytest.CaptureFixture[str], tmp_pat
     assert known["requests_finished"] == 40
     assert "Blocks of the device pool" in page.read_text(encoding="utf-8")
     assert simulate(capsys, "--resize", "none")["settings"]["resize"] is None
+
+
+def test_the_summary_tells_the_sizes_to_come(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*RUN, "--num-blocks", "400", "--resize", "500ms=100,2s=600"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "400 blocks of 16 tokens" in told
+    assert "later │ 100 blocks at 0.5 s, 600 blocks at 2 s" in told
+    many = ",".join(f"{i}s=500" for i in range(1, 12))
+    assert main([*RUN, "--num-blocks", "400", "--resize", many]) == 0
+    told = " ".join(capsys.readouterr().out.replace("│", "").split())
+    assert "500 blocks at 6 s, and 5 more" in told
+
+
+def test_a_recording_brings_the_pools_of_its_server_unless_others_are_given(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    record(tmp_path / "r", seed=3, num_blocks=80, num_swap_blocks=32, block_size=4)
+
+    def pools(*arguments: str) -> tuple[int, int, bool]:
+        command = ("simulate", *PROFILE, "--trace", str(tmp_path / "r"), "--json", "-")
+        assert main([*command, *arguments]) == 0
+        captured = capsys.readouterr()
+        settings = json.loads(captured.out)["settings"]
+        is_recorded = "as recorded" in captured.err
+        return settings["num_blocks"], settings["num_swap_blocks"], is_recorded
+
+    assert pools() == (20, 8, True)  # the profile's blocks hold 16 tokens
+    assert pools("--resize", "none", "--block-size", "4") == (80, 32, True)
+    blocks, swap_blocks, is_recorded = pools("--num-blocks", "50")
+    assert blocks == 50
+    assert swap_blocks > 1000  # the profile's
+    assert not is_recorded
+    assert pools("--num-swap-blocks", "5") == (20, 5, False)
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,13 @@ def test_a_fault_costs_a_metric_and_one_log_line(caplog: pytest.LogCaptureFixtur
     assert all("(eio)" in line for line in lines)
 
 
+def test_every_kind_of_fault_has_a_sample_before_the_first_of_them() -> None:
+    """Without it, nobody sees the first one as a rise."""
+    harness = crowded()
+    for kind in ("eio", "enospc", "short", "checksum", "other"):
+        assert harness.metric("layby_swap_faults_total", kind=kind) == 0
+
+
 def test_waiting_for_a_slow_disk_is_not_taken_for_a_stall() -> None:
     """The engine gives up on a scheduler that plans nothing for a hundred steps."""
     harness = crowded()

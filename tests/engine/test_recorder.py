@@ -316,6 +316,49 @@ def test_two_engines_never_record_to_one_file(tmp_path: Path) -> None:
     RecordingFile(path).close()
 
 
+@pytest.mark.parametrize("taken", [1, 4])
+def test_a_file_that_another_engine_records_to_takes_no_older_ones_name(
+    taken: int, tmp_path: Path
+) -> None:
+    path, other = tmp_path / "r", tmp_path / f"r.{taken}"
+    path.write_text("of before")
+    first = RecordingFile(other)
+    message = f"cannot record to {path}: another engine is recording to {other}, a name"
+    with pytest.raises(ConfigError, match=message):
+        check_recordable(path)
+    with pytest.raises(ConfigError, match=message):
+        RecordingFile(path)
+    first.write(b"mine\n")
+    first.close()
+    assert other.read_bytes() == b"mine\n"
+    assert path.read_text() == "of before"
+    RecordingFile(path).close()
+
+
+def test_a_recording_ends_when_another_engine_has_taken_the_name_of_its_older_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, other = tmp_path / "r", tmp_path / "r.1"
+    harness = RecordedHarness(path, max_bytes=2000)
+    second = RecordingFile(other)
+    second.write(b"theirs\n")
+    for number in range(20):
+        harness.engine.add_request(f"{number}" * 40, SamplingParams(max_tokens=5))
+        harness.run()
+    harness.close()
+    second.write(b"theirs too\n")
+    second.close()
+    assert other.read_bytes() == b"theirs\ntheirs too\n"
+    assert not (tmp_path / "r.2").exists()
+    assert harness.recorder.error is not None
+    assert str(other) in harness.recorder.error
+    assert [str(other) in each.getMessage() for each in caplog.records] == [True]
+    assert harness.engine.stats().requests_finished == 20
+    lines = path.read_text().splitlines()
+    assert len(lines) > 5
+    assert [json.loads(line)["e"] for line in lines].count("head") == 1
+
+
 def test_a_recording_that_is_broken_off_holds_everything_up_to_then(tmp_path: Path) -> None:
     """From another thread, in the middle of the work; and nothing comes after it."""
     harness = RecordedHarness(tmp_path / "r")

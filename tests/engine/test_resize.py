@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import pytest
 
@@ -73,6 +74,30 @@ def test_a_target_that_must_wait_says_so_and_is_reached_after_the_last_request()
     harness.run()
     assert harness.engine.kv_pool_size().num_blocks == 2
     assert harness.executor.plans[-1].num_blocks == 2
+
+
+def test_the_log_says_what_the_next_step_reached_and_when_the_rest_is(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As the caller is answered; before the step, the size was that of before."""
+    harness = Harness(num_blocks=64, block_size=4)
+    with caplog.at_level(logging.INFO, logger="layby.engine"):
+        harness.engine.resize_kv_pool(60)  # idle
+        harness.engine.add_request("x" * 8, SamplingParams(max_tokens=12))
+        harness.engine.step()
+        for size in (20, 2):
+            harness.engine.resize_kv_pool(size)
+            harness.engine.step()
+        harness.run()
+        harness.engine.resize_kv_pool(2)
+    told = [each.getMessage() for each in caplog.records if "KV pool" in each.getMessage()]
+    assert told == [
+        "the KV pool has 60 blocks now",
+        "the KV pool has 20 blocks now",
+        "the KV pool is to have 2 blocks; it has 5 so far",
+        "the KV pool has 2 blocks now",
+        "the KV pool has 2 blocks now",
+    ]
 
 
 @pytest.mark.parametrize("size", [0, -3, True, 2.0, "7", None, 10**400])

@@ -315,6 +315,18 @@ class TestCase17UnboundedQueue:
         assert self._offer(harness.scheduler, 50) == 6
         assert len(harness.run()) == 6
 
+    def test_the_numbers_of_a_refusal_add_up(self) -> None:
+        harness = Harness(num_blocks=64, max_num_seqs=3, max_queue=4)
+        harness.scheduler.add_request(Request("runs", [1] * 16, max_tokens=8))
+        harness.step()
+        assert self._offer(harness.scheduler, 9) == 6
+        with pytest.raises(QueueFullError) as refusal:
+            harness.scheduler.add_request(Request("one more", [1] * 16, max_tokens=8))
+        assert str(refusal.value) == (
+            "the queue is full: 6 of at most 6 sequences wait (4 in the queue, 2 for free places), "
+            "and 1 more cannot"
+        )
+
     def test_samples_count_one_by_one(self) -> None:
         harness = Harness(num_blocks=64, max_num_seqs=2, max_queue=4)
         assert self._offer(harness.scheduler, 50, n=2) == 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,6 +47,7 @@ def test_both_estimates_of_every_choice_are_in_the_recording(weighed: Path) -> N
         assert each.mode == cheaper
     assert {each.mode for each in chosen} == {"swap", "recompute"}
     assert any(each.weighing is None for each in found)  # there was no room to park
+    assert all(bool(each.why_not) == (each.weighing is None) for each in found)
 
 
 def test_a_replay_comes_to_the_same_estimates_and_finds_one_that_was_changed(
@@ -83,6 +85,38 @@ def test_times_count_from_the_beginning_of_the_first_file(weighed: Path) -> None
     assert found[:half] == found[half:]
     assert all(isinstance(each, Preemption) and each.time_s > 0 for each in found)
     assert [each.time_s for each in found[:half]] == sorted(each.time_s for each in found[:half])
+
+
+@pytest.mark.parametrize(
+    ("options", "reasons"),
+    [
+        (
+            {"num_swap_blocks": 8},
+            {
+                "no costs had been measured yet",
+                "there was nothing to park, or no room for it in the swap pool",
+            },
+        ),
+        ({"preemption_mode": "swap"}, {"the preemption mode is swap"}),
+        ({"policy": "recompute-only"}, {"the policy is recompute-only"}),
+        ({"num_swap_blocks": 0}, {"there is no swap pool"}),
+    ],
+)
+def test_why_the_ways_out_were_not_compared_is_told(
+    options: dict[str, Any], reasons: set[str], tmp_path: Path
+) -> None:
+    record(tmp_path / "r", 3, requests=40, **options)
+    assert {each.why_not for each in read_preemptions([tmp_path / "r"])} == reasons
+
+
+def test_no_reason_is_made_up_for_a_part_before_which_costs_may_have_been_told(
+    tmp_path: Path,
+) -> None:
+    record(tmp_path / "r", 3, requests=40, num_swap_blocks=8)
+    rows = rows_of(tmp_path / "r")
+    rows[0]["part"] = 1
+    found = list(read_preemptions([write(tmp_path / "changed", rows)]))
+    assert {each.why_not for each in found if each.mode == "swap"} == {""}
 
 
 @pytest.mark.parametrize("why", [[[1, 2, 3]], [[1, 2, 3, 4, 5.0, 6.0, 7.0]]])

@@ -570,6 +570,24 @@ def test_a_broken_line_in_the_middle_is_an_error_with_its_number(
         ({"scheduler": {}}, ("scheduler", "num_blocks")),
         ({"scheduler": {"num_blocks": 0}}, ("num_blocks must be", "0")),
         ({"scheduler": {"num_blocks": 9, "speed": 3}}, ("speed",)),
+        ({"scheduler": {"num_blocks": 10**9}}, ("num_blocks must be at most 100,000,000",)),
+        ({"scheduler": {"num_blocks": 10**21}}, ("num_blocks must be at most", "got 1000")),
+        ({"scheduler": {"num_blocks": 9, "num_swap_blocks": 10**21}}, ("num_swap_blocks must",)),
+        (
+            {"scheduler": {"num_blocks": 9, "num_swap_blocks": 1, "num_disk_blocks": 10**9}},
+            ("num_disk_blocks must be at most",),
+        ),
+        ({"scheduler": {"num_blocks": 9, "block_size": 10**21}}, ("block_size must be at most",)),
+        (
+            {
+                "scheduler": {
+                    "num_blocks": 9,
+                    "max_num_seqs": 10**21,
+                    "max_num_batched_tokens": 10**21,
+                }
+            },
+            ("max_num_seqs must be at most",),
+        ),
     ],
 )
 def test_a_head_that_cannot_be_used_is_refused(
@@ -578,6 +596,12 @@ def test_a_head_that_cannot_be_used_is_refused(
     rows = rows_of(pressure)
     rows[0] |= change
     refused(write(tmp_path / "r", rows), 1, *words)
+
+
+def test_a_size_that_no_pool_can_have_is_refused(tmp_path: Path, pressure: Path) -> None:
+    rows = rows_of(pressure)
+    rows.insert(1, {"e": "size", "size": 10**9})
+    refused(write(tmp_path / "r", rows), 2, "at most 100,000,000 blocks")
 
 
 def test_what_is_no_recording_is_refused(tmp_path: Path) -> None:

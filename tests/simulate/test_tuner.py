@@ -291,6 +291,24 @@ def test_an_interrupted_study_goes_on_to_the_same_result(
     assert again[0] - first < first
 
 
+@pytest.mark.parametrize("torn_bytes", [1, 37, -20])
+def test_a_study_whose_last_line_is_torn_goes_on_to_the_same_result(
+    torn_bytes: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A full disk leaves half a line; what came behind it would have been lost with it. Also half
+    of the first line, of which so many bytes are left."""
+    file = tmp_path / "study"
+    tune(make_trace(), make_profile(), SLO, trials=4, study=file)
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-torn_bytes])
+    for _ in range(2):
+        resumed = tune(make_trace(), make_profile(), SLO, trials=20, study=file)
+        assert resumed.as_dict() == tuned().as_dict()
+    [told] = [each.getMessage() for each in caplog.records if "half a line" in each.getMessage()]
+    assert str(file) in told
+    assert "bytes cut off" in told
+
+
 def test_a_study_can_be_made_longer(tmp_path: Path) -> None:
     file = tmp_path / "study"
     short = tune(make_trace(), make_profile(), SLO, trials=10, study=file)

@@ -125,7 +125,8 @@ def _in_a_line(preemption: Preemption) -> str:
     when = f"{preemption.time_s:.3f} s, step {preemption.step}"
     weighed = preemption.weighing
     if weighed is None:
-        return f"{when}: {who}; the ways out were not compared"
+        why = f": {preemption.why_not}" if preemption.why_not else ""
+        return f"{when}: {who}; the ways out were not compared{why}"
     moves = f"{counted(weighed.blocks_out, 'block')} out, {weighed.blocks_in} back"
     return (
         f"{when}: {who}; swap {1e3 * weighed.swap_s:.2f} ms ({moves}), "

@@ -33,7 +33,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from layby.simulate.observations import SimulationReport
+    from layby.simulate.resizes import PoolResize
     from layby.simulate.traces import Trace
+
+_SIZES_SHOWN = 6
 
 _OF_PROFILE = {
     "block_size": "that of the profile, in which blocks cost what their tokens do",
@@ -218,8 +221,9 @@ def simulate(
     """Play a trace of requests on a virtual clock: what would this server have done?
 
     Scheduler, policies and block pools are those of layby serve; only the time that a step takes
-    comes from a profile. The same command gives the same figures, bit for bit. Exit status is 1 if
-    no request was served.
+    comes from a profile. A recording brings the sizes of its server's pools, unless --num-blocks or
+    --kv-cache-gib is given. The same command gives the same figures, bit for bit. Exit status is 1
+    if no request was served.
     """
     from layby.simulate.compare import compare as compare_policies
     from layby.simulate.compare import parse_policies, sentence
@@ -247,6 +251,7 @@ def simulate(
         seed=seed,
         resize=resize,
     )
+    options = _with_recorded_pools(options, played, machine.block_size)
     asked: dict[str, Any] = {
         "rate_scale": rate_scale,
         "length_scale": length_scale,
@@ -315,6 +320,23 @@ def simulate(
         )
 
 
+def _with_recorded_pools(
+    options: Mapping[str, Any], trace: Trace, block_size: int
+) -> Mapping[str, Any]:
+    """The options, with the sizes that a recorded server's pools had where no other is given.
+
+    They go together: beside a device pool of another size that swap pool would mean nothing.
+    """
+    sizes = ("num_blocks", "kv_cache_gib", "num_swap_blocks", "swap_gib", "swap_disk_gib")
+    given = {name for name in sizes if options.get(name) is not None}
+    if trace.pools is None or given & {"num_blocks", "kv_cache_gib"}:
+        return options
+    recorded = trace.pools.in_blocks_of(options.get("block_size") or block_size)
+    if given:
+        del recorded["num_swap_blocks"]
+    return {**options, **recorded}
+
+
 def show_reports(reports: Sequence[SimulationReport], trace: Trace, console: Console) -> None:
     """Print what was simulated and its figures, as in the HTML report: one run, or several."""
     from rich.table import Table
@@ -333,11 +355,13 @@ def show_reports(reports: Sequence[SimulationReport], trace: Trace, console: Con
         if report.refusals.total
     )
     block_tokens = counted(settings["block_size"], "token")
+    pool = f"{counted(settings['num_blocks'], 'block')} of {block_tokens}"
     facts = [
         ("trace", trace.describe()),
         ("profile", first.profile),
         ("policy", ", ".join(report.title for report in reports)),
-        ("device pool", f"{counted(settings['num_blocks'], 'block')} of {block_tokens}"),
+        ("device pool", pool + _as_recorded(trace, settings)),
+        *((("  later", _sizes(trace.resizes, settings["block_size"])),) if trace.resizes else ()),
         ("swap pool", counted(settings["num_swap_blocks"], "block")),
         ("requests refused", refused or "none"),
         *((("first of them", str(settings["first_refusal"])),) if refused else ()),
@@ -363,6 +387,25 @@ def show_reports(reports: Sequence[SimulationReport], trace: Trace, console: Con
             )
             shown.add_row(row.name, *cells)
         console.print(shown)
+
+
+def _as_recorded(trace: Trace, settings: Mapping[str, Any]) -> str:
+    """A remark, if the pools are those of the server whose recording is played."""
+    if trace.pools is None:
+        return ""
+    recorded = trace.pools.in_blocks_of(settings["block_size"])
+    return ", as recorded" if recorded.items() <= settings.items() else ""
+
+
+def _sizes(resizes: Sequence[PoolResize], block_size: int) -> str:
+    """Other sizes that the device pool gets, and when; of many the first."""
+    told = [
+        f"{counted(each.blocks_of(block_size), 'block')} at {each.at_s:,.4g} s"
+        for each in resizes[:_SIZES_SHOWN]
+    ]
+    if len(resizes) > _SIZES_SHOWN:
+        told.append(f"and {len(resizes) - _SIZES_SHOWN:,} more")
+    return ", ".join(told)
 
 
 def _refused(report: SimulationReport) -> str:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import os
 
-from layby.engine.config import GIB, EngineConfig
+from layby.engine.config import EngineConfig
 from layby.engine.elastic import ElasticPool, elastic_pool
 from layby.engine.engine import Engine
 from layby.engine.memory import available_host_bytes
 from layby.engine.recorder import RecordedScheduler, Recorder
 from layby.engine.recording import RecordingFile, check_recordable
-from layby.errors import counted
-from layby.scheduling import Scheduler
+from layby.errors import counted, sized
+from layby.scheduling import Scheduler, SchedulerConfig
 
 logger = logging.getLogger("layby.engine")
 
@@ -92,15 +92,10 @@ def build_engine(config: EngineConfig, *, allow_download: bool = True) -> Engine
             device_memory=(lambda: torch.cuda.mem_get_info(device)) if on_cuda else None,
         )
     logger.info(
-        "%s in %s: KV cache %s (%.2f GiB), swap %s (%.2f GiB), on disk %s (%.2f GiB), context %s",
+        "%s in %s: %s, context %s",
         model.name,
         network.name,
-        counted(resolved.num_blocks, "block"),
-        resolved.num_blocks * block_bytes / GIB,
-        counted(resolved.num_swap_blocks, "block"),
-        resolved.num_swap_blocks * block_bytes / GIB,
-        counted(resolved.num_disk_blocks, "block"),
-        resolved.num_disk_blocks * block_bytes / GIB,
+        told_pools(resolved, block_bytes),
         counted(max_model_len, "token"),
     )
     recorder: Recorder | None = None
@@ -136,4 +131,16 @@ def build_engine(config: EngineConfig, *, allow_download: bool = True) -> Engine
         shed_load=config.shed_load,
         most_blocks=most_blocks,
         elastic=elastic,
+    )
+
+
+def told_pools(config: SchedulerConfig, block_bytes: int) -> str:
+    """The pools there are and what they take, for the log."""
+    pools = [("KV cache", config.num_blocks), ("swap", config.num_swap_blocks)]
+    if config.num_disk_blocks:
+        pools.append(("on disk", config.num_disk_blocks))
+    return ", ".join(
+        f"{name} {counted(number, 'block')}"
+        + (f" ({sized(number * block_bytes)})" if number else "")
+        for name, number in pools
     )

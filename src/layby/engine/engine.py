@@ -14,7 +14,7 @@ from layby.engine.costs import CostMeter
 from layby.engine.elastic import ElasticPool
 from layby.engine.interfaces import ChatTemplate, Tokenizer
 from layby.engine.kept_kv import UnfinishedKV, bring_back, key_of, open_kept
-from layby.engine.kv_pool import KVPoolSize, check_pool_size
+from layby.engine.kv_pool import KVPoolSize, ResizeLog, check_pool_size
 from layby.engine.live import LiveRequest
 from layby.engine.metrics import BusyLog, EngineMetrics, EngineStats
 from layby.engine.outputs import CompletionDelta, RequestDelta
@@ -123,6 +123,7 @@ class Engine(RequestPreparer):
         self._stats = EngineStats()
         self._metrics = EngineMetrics(model_name, self.stats, scheduler.metrics.swap_faults)
         self._busy_log = BusyLog(clock())
+        self._resize_log = ResizeLog()
         self._cost_meter = CostMeter()
         scheduler.metrics.on_swapped = self._metrics.observe_swapped
         if recorder is not None:
@@ -247,6 +248,8 @@ class Engine(RequestPreparer):
             self._end_transfers(result.transfer_ends)
             self._check_progress(plan)
             self._publish()
+            if self._resize_log.is_open:
+                self._resize_log.look(self.kv_pool_size())
             self._busy_log.step(self._clock(), self._stats)
         except Exception as fault:
             logger.exception("a step failed; the engine is dead")
@@ -319,15 +322,13 @@ class Engine(RequestPreparer):
         self.scheduler.resize(check_pool_size(num_blocks, most))
         if self._elastic is not None:
             self._elastic.set_most(num_blocks)
+        self._resize_log.ask()
         if not self._live and self.has_unfinished:
             self.step()
             self._check_alive()
         self._publish()
-        logger.info(
-            "the KV pool is to have %s; it has %d",
-            counted(num_blocks, "block"),
-            device.num_blocks,
-        )
+        if not self._live:
+            self._resize_log.look(self.kv_pool_size())
         return self.kv_pool_size()
 
     def kv_pool_size(self) -> KVPoolSize:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
-from layby.errors import InvalidRequestError, shown
+from layby.errors import InvalidRequestError, counted, shown
+
+logger = logging.getLogger("layby.engine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +59,30 @@ def check_pool_size(num_blocks: object, most_blocks: int | None) -> int:
             param="blocks",
         )
     return num_blocks
+
+
+class ResizeLog:
+    """Says in the log what became of a size that was asked for: what the step after it reached, as
+    the caller is answered, and, if that was not all of it, when the target is reached."""
+
+    def __init__(self) -> None:
+        self._is_asked = self._waits = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is anything left to say."""
+        return self._is_asked or self._waits
+
+    def ask(self) -> None:
+        """A size has been asked for, and no step has been taken since."""
+        self._is_asked = True
+
+    def look(self, size: KVPoolSize) -> None:
+        """To be called after a step."""
+        is_reached = size.num_blocks == size.target_blocks
+        if is_reached and self.is_open:
+            logger.info("the KV pool has %s now", counted(size.num_blocks, "block"))
+        elif self._is_asked:
+            wanted = counted(size.target_blocks, "block")
+            logger.info("the KV pool is to have %s; it has %d so far", wanted, size.num_blocks)
+        self._is_asked, self._waits = False, self.is_open and not is_reached

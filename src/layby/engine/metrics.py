@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from layby.engine.pressure import PressureState
+from layby.execution.block_io import FAULT_KINDS
 
 logger = logging.getLogger("layby.engine")
 
@@ -366,7 +367,7 @@ class _StatsCollector(Collector):
             CounterMetricFamily,
             "layby_swap_faults",
             "Transfers between RAM and disk that failed, by what went wrong.",
-            kind=dict(sorted(dict(self._swap_faults).items())),
+            kind=dict.fromkeys(FAULT_KINDS, 0) | dict(self._swap_faults),
         )
         yield CounterMetricFamily(
             "layby_kv_losses",

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterable
+from typing import Final
 
 from layby.execution.faults import Faults
 
 _NAMES = {errno.EIO: "eio", errno.ENOSPC: "enospc", errno.EDQUOT: "enospc"}
+
+
+FAULT_KINDS: Final = ("eio", "enospc", "short", "checksum", "other")
+"""All faults, each in its word."""
 
 
 class BlockFaultError(Exception):

@@ -71,8 +71,9 @@ class Intake:
         free_places = max(0, self.config.max_num_seqs - num_placed)
         if num_queued + request.n > limit + free_places:
             raise QueueFullError(
-                f"the queue is full: sequences waiting {num_queued}, with a place "
-                f"{num_placed}, asked for {request.n}, limit of the queue {limit}"
+                f"the queue is full: {num_queued} of at most {limit + free_places} sequences "
+                f"wait ({limit} in the queue, {free_places} for free places), and "
+                f"{request.n} more cannot"
             )
 
     def max_output_tokens(self, num_prompt_tokens: int, n: int = 1) -> int:

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from layby.engine.recording import Step
+from layby.engine.recording import Costs, Step
+from layby.scheduling import PreemptionMode
 from layby.simulate.recordings import EventReader, open_recording
 
 
@@ -36,8 +37,8 @@ class Preemption:
         step: Number of the step.
         request: Number of the request.
         mode: The way out, ``swap`` or ``recompute``.
-        weighing: What spoke for it; None where the ways were not compared: the mode was set, no
-            costs were known, there was nothing to park or no room for it.
+        weighing: What spoke for it; None where the ways were not compared.
+        why_not: Why they were not; empty if they were, or if that is not known.
     """
 
     time_s: float
@@ -45,6 +46,7 @@ class Preemption:
     request: int
     mode: str
     weighing: Weighing | None
+    why_not: str = ""
 
 
 def read_preemptions(paths: Sequence[str | Path]) -> Iterator[Preemption]:
@@ -54,15 +56,22 @@ def read_preemptions(paths: Sequence[str | Path]) -> Iterator[Preemption]:
         TraceError: A file cannot be read, or holds a line that cannot be or makes no sense.
     """
     start_s: float | None = None
+    has_costs: bool | None = None  # not known
     for path in paths:
         with open_recording(path) as (reader, _):
             start_s = reader.head.clock if start_s is None else start_s
+            if reader.head.part == 0:
+                has_costs = False
             for event in reader:
-                if isinstance(event, Step) and event.preempted:
-                    yield from _of_step(event, start_s, reader)
+                if isinstance(event, Costs):
+                    has_costs = True
+                elif isinstance(event, Step) and event.preempted:
+                    yield from _of_step(event, start_s, reader, has_costs=has_costs)
 
 
-def _of_step(step: Step, start_s: float, reader: EventReader) -> Iterator[Preemption]:
+def _of_step(
+    step: Step, start_s: float, reader: EventReader, *, has_costs: bool | None
+) -> Iterator[Preemption]:
     try:
         weighings = {
             int(request): Weighing(int(out), int(back), int(tokens), swap_s, recompute_s)
@@ -73,4 +82,20 @@ def _of_step(step: Step, start_s: float, reader: EventReader) -> Iterator[Preemp
         raise reader.error(f"preemptions: {error}") from None
     for request, mode in leavers:
         time_s = step.times[0] - start_s
-        yield Preemption(time_s, step.step, request, mode, weighings.get(request))
+        weighing = weighings.get(request)
+        why_not = "" if weighing else _why_not(mode, reader, has_costs=has_costs)
+        yield Preemption(time_s, step.step, request, mode, weighing, why_not)
+
+
+def _why_not(mode: str, reader: EventReader, *, has_costs: bool | None) -> str:
+    """Why the ways out were not compared; empty if that is not known."""
+    config = reader.config
+    if config.policy == "recompute-only":
+        return f"the policy is {config.policy}"
+    if config.preemption_mode != "auto":
+        return f"the preemption mode is {config.preemption_mode}"
+    if not config.num_swap_blocks:
+        return "there is no swap pool"
+    if mode == PreemptionMode.RECOMPUTE.value:
+        return "there was nothing to park, or no room for it in the swap pool"
+    return "no costs had been measured yet" if has_costs is False else ""

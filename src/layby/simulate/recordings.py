@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from operator import itemgetter
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Final, cast
 
 from layby.engine.recording import (
     FORMAT,
@@ -64,11 +64,30 @@ from layby.scheduling import (
     TransferEnd,
 )
 from layby.simulate.executor import STOP_TOKEN, TOKEN, VirtualClock
-from layby.simulate.resizes import PoolResize
-from layby.simulate.traces import READERS, TraceError, TraceLines, TraceReader, TraceRequest
+from layby.simulate.resizes import MAX_BLOCKS, PoolResize, RecordedPools
+from layby.simulate.traces import (
+    MAX_TOKENS,
+    READERS,
+    TraceError,
+    TraceLines,
+    TraceReader,
+    TraceRequest,
+)
 
 MAX_PROMPT_TOKENS = 10**8
 """A longer prompt is a broken line, not one to make room for."""
+
+
+_MOST: Final = {
+    "num_blocks": MAX_BLOCKS,
+    "num_swap_blocks": MAX_BLOCKS,
+    "num_disk_blocks": MAX_BLOCKS,
+    "block_size": MAX_TOKENS,
+    "max_num_seqs": MAX_TOKENS,
+    "max_num_batched_tokens": MAX_TOKENS,
+    "max_model_len": MAX_TOKENS,
+}
+"""A head that says more of one of them is a broken line as well."""
 
 
 class EventReader(Iterator[Event]):
@@ -100,6 +119,12 @@ class EventReader(Iterator[Event]):
             self.config = SchedulerConfig(**first.scheduler)
         except (ConfigError, TypeError) as error:
             raise self.error(f"scheduler: {error}") from None
+        for name, most in _MOST.items():
+            if (getattr(self.config, name) or 0) > most:
+                raise self.error(
+                    f"scheduler: {name} must be at most {most:,}, "
+                    f"got {shown(getattr(self.config, name))}"
+                )
         self._times = TimeCode(first.clock)
 
     def error(self, reason: str) -> TraceError:
@@ -112,6 +137,10 @@ class EventReader(Iterator[Event]):
             raise StopIteration
         if isinstance(event, Head):
             raise self.error("a second head: these are two recordings in one file")
+        if isinstance(event, Resize) and event.num_blocks > MAX_BLOCKS:
+            raise self.error(
+                f"size: a pool has at most {MAX_BLOCKS:,} blocks, got {shown(event.num_blocks)}"
+            )
         if isinstance(event, Arrival):
             event.time = self._times.decode(event.time)
         elif isinstance(event, Run | Step | Done | Cut | Abort | Reclassed | Moved | Lost):
@@ -168,7 +197,9 @@ def _read_layby(lines: TraceLines) -> Iterator[TraceRequest]:
     A new size of the device pool is given to the step that made it so.
     """
     reader = EventReader(lines)
-    pool_blocks = reader.config.num_blocks
+    config = reader.config
+    lines.pools = RecordedPools(config.num_blocks, config.num_swap_blocks, config.block_size)
+    pool_blocks = config.num_blocks
     asked_blocks: int | None = None  # since the last step
     arrivals: dict[int, Arrival] = {}
     traced: list[tuple[int, TraceRequest]] = []

@@ -55,6 +55,28 @@ class PoolResize:
         return f"{self.at_s:g}s={self.num_blocks}"
 
 
+@dataclass(frozen=True, slots=True)
+class RecordedPools:
+    """What a server's pools were when its recording began.
+
+    Attributes:
+        num_blocks: Blocks of the device pool.
+        num_swap_blocks: Blocks of the swap pool.
+        block_tokens: Token slots of one.
+    """
+
+    num_blocks: int
+    num_swap_blocks: int
+    block_tokens: int
+
+    def in_blocks_of(self, block_size: int) -> dict[str, int]:
+        """The same sizes as settings, in blocks of so many tokens; one on the device at least."""
+        return {
+            "num_blocks": max(1, self.num_blocks * self.block_tokens // block_size),
+            "num_swap_blocks": self.num_swap_blocks * self.block_tokens // block_size,
+        }
+
+
 def parse_resizes(text: str) -> tuple[PoolResize, ...]:
     """Read sizes over time, such as ``60s=3000,120s=11000``; ``none`` is no change at all.
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
@@ -16,6 +18,8 @@ from layby.simulate.search_space import SearchSpace
 
 if TYPE_CHECKING:
     from optuna import Study
+
+logger = logging.getLogger("layby.simulate")
 
 _STUDY: Final = "layby tune"
 _IDENTITY: Final = "searches"
@@ -68,9 +72,24 @@ def opened_study(path: Path | None, identity: Mapping[str, str]) -> Iterator[Stu
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise LaybyError(f"the study {path} is in use by another run") from None
+            _cut_torn_line(path)
             yield _load_study(path, identity)
     except OSError as error:
         raise LaybyError(f"cannot use the study {path}: {error.strerror or error}") from error
+
+
+def _cut_torn_line(path: Path) -> None:
+    """Take off a last line that a full disk or a power cut has left half: what is appended behind
+    it would be part of it, and the study lost. Its trial is done again."""
+    with path.open("r+b") as file:
+        if file.read(len(_JOURNAL)) != _JOURNAL:  # nothing that layby tune has written
+            return
+        file.seek(0)
+        whole = sum(len(line) for line in file if line.endswith(b"\n"))
+        torn = file.seek(0, os.SEEK_END) - whole
+        if torn:
+            file.truncate(whole)
+            logger.warning("the study %s ended in half a line: %d bytes cut off", path, torn)
 
 
 def _load_study(path: Path, identity: Mapping[str, str]) -> Study:

@@ -34,7 +34,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal, Self, cast
 from layby.errors import ConfigError, LaybyError, counted, shown
 
 if TYPE_CHECKING:
-    from layby.simulate.resizes import PoolResize
+    from layby.simulate.resizes import PoolResize, RecordedPools
 
 MAX_TOKENS = 10**9  # of one prompt or answer; what is longer is a broken row
 _MAX_S = 1e12  # the same for a time: 30,000 years
@@ -148,12 +148,14 @@ class Trace:
         skipped: Rows of the file that were requests without a prompt or without an answer.
         resizes: When the device pool got another size meanwhile, on the requests' clock, in order.
             What came before the first arrival comes with it.
+        pools: Sizes that a recorded server's pools had to begin with; None: nothing is known.
     """
 
     name: str
     requests: Sequence[TraceRequest]
     skipped: int = 0
     resizes: Sequence[PoolResize] = ()
+    pools: RecordedPools | None = None
 
     def __post_init__(self) -> None:
         requests = tuple(self.requests)
@@ -250,6 +252,7 @@ class TraceLines(Iterator[str]):
         number: Number of the line just read, from 1; 0 before the first.
         skipped: What a reader counts as failed requests.
         resizes: What it has found of the device pool's size, in order.
+        pools: What the pools were to begin with.
     """
 
     def __init__(self, path: str | Path, file: IO[bytes]) -> None:
@@ -257,6 +260,7 @@ class TraceLines(Iterator[str]):
         self.number = 0
         self.skipped = 0
         self.resizes: list[PoolResize] = []
+        self.pools: RecordedPools | None = None
         self._file = file
         self._pending: str | None = None
 
@@ -400,7 +404,7 @@ def read_trace(path: str | Path, *, format: str = "auto") -> Trace:  # noqa: A00
     if not requests:
         failed = f": {counted(lines.skipped, 'request')} without an answer" if lines.skipped else ""
         raise TraceError(path, None, f"no request in it that could be run{failed}")
-    return Trace(Path(path).name, requests, lines.skipped, lines.resizes)
+    return Trace(Path(path).name, requests, lines.skipped, lines.resizes, lines.pools)
 
 
 def _detect(lines: TraceLines, first: str) -> str:

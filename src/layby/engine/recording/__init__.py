@@ -38,7 +38,8 @@ classes, and which of the recording's prompts begin alike.
 that it can be replayed alone. An engine that is never idle goes on until twice the size; the new
 file then begins with a ``gap``, and what follows can only be checked together with the file before
 it, until there is an idle moment, at which a ``state`` is written. What another process left under
-the name is moved out of the way likewise.
+the name is moved out of the way likewise. A name to which another engine records is left alone: the
+recording is refused at its start, or ends when it would give way.
 """
 
 from layby.engine.recording.events import (

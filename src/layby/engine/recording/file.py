@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -34,7 +34,16 @@ def check_recordable(path: str | Path) -> None:
         raise ConfigError(f"cannot record to {path}: it is a directory")
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ConfigError(f"cannot record to {path}: {folder} is no directory to write to")
-    _check_unlocked(Path(path))
+    try:
+        with _alone_in(folder):
+            _check_unlocked(Path(path))
+    except OSError as error:
+        raise ConfigError(f"cannot record to {path}: {error.strerror or error}") from error
+
+
+def _names(path: Path) -> list[Path]:
+    """A recording's files, the youngest first."""
+    return [path, *(Path(f"{path}.{i}") for i in range(1, KEPT_FILES + 1))]
 
 
 def _open_private(path: Path) -> IO[bytes]:
@@ -49,23 +58,32 @@ def _open_private(path: Path) -> IO[bytes]:
 
 
 def _check_unlocked(path: Path) -> None:
-    """Refuse a file to which somebody records.
+    """Refuse a file to which somebody records, or whose older files somebody is recording.
 
     Raises:
-        ConfigError: Somebody does, or it cannot be told.
+        ConfigError: Somebody does.
+        OSError: It cannot be told.
     """
-    if not path.is_file():  # nothing yet, or something that would wait for a writer
-        return
-    try:
-        with open(path, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
+    taken = _locked_one(_names(path))
+    if taken is not None:
+        which = "it" if taken == path else f"{taken}, a name that an older file of it would get"
         raise ConfigError(
-            f"cannot record to {path}: another engine is recording to it; "
+            f"cannot record to {path}: another engine is recording to {which}; "
             "give each a file of its own"
-        ) from None
-    except OSError as error:
-        raise ConfigError(f"cannot record to {path}: {error.strerror or error}") from error
+        )
+
+
+def _locked_one(paths: Sequence[Path]) -> Path | None:
+    """The first of these files to which somebody records."""
+    for path in paths:
+        if not path.is_file():  # nothing yet, or something that would wait for a writer
+            continue
+        try:
+            with open(path, "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return path
+    return None
 
 
 @contextlib.contextmanager
@@ -85,7 +103,8 @@ class RecordingFile:
     It is locked: no other process records to it.
 
     Nothing here raises once the file is open: a disk that fails ends the recording, with one line
-    in the log and ``error`` set.
+    in the log and ``error`` set. So does, when it is to give way to a new one, another engine that
+    records to a name which an older file would get.
 
     Args:
         path: The file. What is there already is kept as ``path.1``.
@@ -152,10 +171,8 @@ class RecordingFile:
             while (tasks := self._next_tasks()) is not None:
                 for task in tasks:
                     if task is None:
-                        with _alone_in(self.path.absolute().parent):
-                            self._file.close()
-                            self._shift()
-                            self._file = self._open_file(self.path)
+                        if not self._give_way():
+                            return
                     else:
                         self._file.write(task)
                 self._file.flush()
@@ -166,6 +183,18 @@ class RecordingFile:
         finally:
             with contextlib.suppress(OSError):  # it may still hold what could not be written
                 self._file.close()
+
+    def _give_way(self) -> bool:
+        """Go on in a new file; False if there is no name for this one."""
+        with _alone_in(self.path.absolute().parent):
+            taken = _locked_one(_names(self.path)[1:])
+            if taken is not None:
+                self.fail(f"its older files cannot be kept, another engine records to {taken}")
+                return False
+            self._file.close()
+            self._shift()
+            self._file = self._open_file(self.path)
+            return True
 
     def _next_tasks(self) -> list[bytes | None] | None:
         """What has come since the last time, waiting for it; None at the end."""
@@ -178,7 +207,7 @@ class RecordingFile:
 
     def _shift(self) -> None:
         """Number the older files on, and this one 1; the oldest goes."""
-        names = [self.path, *(Path(f"{self.path}.{i}") for i in range(1, KEPT_FILES + 1))]
+        names = _names(self.path)
         for older, younger in zip(names[:0:-1], names[-2::-1], strict=True):
             if younger.exists():
                 os.replace(younger, older)
