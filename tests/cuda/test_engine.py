@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from layby.engine import Engine
-from layby.engine.journal import RequestRecord
+from layby.engine.journal_records import RequestRecord
 from layby.engine.toy import ByteTokenizer
 from layby.execution.executor import StepResult
 from layby.execution.torch_executor import TorchExecutor

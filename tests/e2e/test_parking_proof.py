@@ -21,7 +21,8 @@ import pytest
 import torch
 
 from layby.engine import Engine
-from layby.engine.journal import CallRecord, CallStatus, Journal, RequestRecord
+from layby.engine.journal import Journal
+from layby.engine.journal_records import CallRecord, CallStatus, RequestRecord
 from layby.engine.toy import ByteTokenizer
 from layby.execution.executor import StepResult
 from layby.execution.faults import Faults

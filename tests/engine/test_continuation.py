@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layby.engine import RequestOutput
-from layby.engine.journal import RequestRecord
+from layby.engine.journal_records import RequestRecord
 from layby.engine.toy import ByteTokenizer
 from layby.errors import InvalidRequestError
 from layby.sampling_params import SamplingParams

@@ -7,6 +7,8 @@ import os
 import shutil
 import sqlite3
 import stat
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -15,12 +17,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from layby.engine.journal import (
+from layby.engine.journal import Journal
+from layby.engine.journal_records import (
     CallRecord,
     CallStatus,
-    Journal,
     RequestRecord,
     SampleRecord,
+    UnreadableCallError,
 )
 from layby.errors import ConfigError
 from layby.execution.executor import PositionLogprobs, TokenLogprob
@@ -46,11 +49,13 @@ def opened(directory: Path, **options: object) -> Journal:
 POSITION = PositionLogprobs(
     TokenLogprob(3, -0.1234567890123456789, 1), (TokenLogprob(7, float("-inf"), 2),)
 )
+TOKENS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 4)), max_size=3)
 SAMPLES = st.builds(
-    SampleRecord,
-    token_ids=st.lists(st.integers(0, 9), max_size=3),
+    lambda tokens, **rest: SampleRecord(
+        token_ids=[token for token, _ in tokens], text_ends=[end for _, end in tokens], **rest
+    ),
+    tokens=TOKENS,
     text=st.text(max_size=4),
-    text_ends=st.lists(st.integers(0, 4), max_size=3),
     logprobs=st.sampled_from([None, [], [POSITION]]),
     finish_reason=st.sampled_from([None, "stop"]),
     stop_reason=st.sampled_from([None, 7, "é"]),
@@ -79,11 +84,12 @@ class AgainstADict(RuleBasedStateMachine):
         self.journal = opened(directory, keep_s=50.0, now=lambda: self.now)
         self.journals.append(self.journal)
 
-    @rule(key=KEYS, chosen=st.booleans(), samples=st.lists(SAMPLES, min_size=1, max_size=2))
+    @rule(key=KEYS, chosen=st.booleans(), samples=st.lists(SAMPLES, min_size=2, max_size=2))
     def add(self, key: tuple[str, str], chosen: bool, samples: list[SampleRecord]) -> None:
         owner, call_id = key
         new = call(call_id, owner, echoes=[("é\u2028", [1])], priority=-3, cache_salt="salt")
         new.is_chosen = chosen
+        new.requests[0].params = replace(new.requests[0].params, n=2)
         new.requests[0].samples = samples
         if key in self.calls:
             with pytest.raises(KeyError):
@@ -94,9 +100,10 @@ class AgainstADict(RuleBasedStateMachine):
 
     @rule(
         key=KEYS,
-        samples=st.lists(SAMPLES, min_size=1, max_size=2),
+        samples=st.lists(SAMPLES, min_size=2, max_size=2),
         status=st.sampled_from(list(CallStatus)),
         prompt_logprobs=st.sampled_from([None, [None, POSITION]]),
+        waited_s=st.sampled_from([0.0, 0.1]),
     )
     def save(
         self,
@@ -104,6 +111,7 @@ class AgainstADict(RuleBasedStateMachine):
         samples: list[SampleRecord],
         status: CallStatus,
         prompt_logprobs: list[PositionLogprobs | None] | None,
+        waited_s: float,
     ) -> None:
         known = self.calls.get(key)
         if known is None or known.status is not CallStatus.OPEN:
@@ -114,7 +122,15 @@ class AgainstADict(RuleBasedStateMachine):
         known.error = "why" if status is CallStatus.FAILED else None
         if status is not CallStatus.OPEN:
             self.ended_s[key] = self.now
+        else:
+            known.requests[0].waited_s = waited_s  # of who waits no more it is of no interest
         self.journal.save(known)
+
+    @rule(key=KEYS, priority=st.integers(-9, 9))
+    def set_priority(self, key: tuple[str, str], priority: int) -> None:
+        self.journal.set_priority(*key, priority)
+        if (known := self.calls.get(key)) is not None:
+            known.priority, known.requests[0].waited_s = priority, 0.0
 
     @rule(key=KEYS)
     def fetch(self, key: tuple[str, str]) -> None:
@@ -258,3 +274,93 @@ def test_a_state_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be used"):
         Journal(tmp_path / "file")
+
+
+@pytest.mark.parametrize("name", ["journal.sqlite3", "lock"])
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_what_is_no_regular_file_in_the_place_of_one_is_refused_by_name(
+    tmp_path: Path, name: str, make: Callable[[Path], None]
+) -> None:
+    make(tmp_path / name)
+    with pytest.raises(ConfigError, match=name):
+        Journal(tmp_path)
+
+
+BAD_ROWS = {
+    "no outputs": "outputs = '[]'",
+    "no samples": "outputs = '[[[],null]]'",
+    "torn": "call = substr(call, 1, 50)",
+    "of a newer version": "call = json_set(call, '$.newfield', 1)",
+    "no object": "call = '7'",
+    "no list": "outputs = '{\"a\": 1}'",
+    "a class that is none": "call = json_set(call, '$.priority', 'x')",
+    "a time that is none": "call = json_set(call, '$.created_s', 'x')",
+    "a wait that is none": "call = json_set(call, '$.waited_s', json('[-1]'))",
+    "tokens that are none": "call = json_set(call, '$.requests[0][0]', json('[\"x\"]'))",
+    "parameters that are none": "call = json_set(call, '$.requests[0][1].n', 0)",
+    "no text": "call = CAST(X'FF' AS TEXT)",
+    "bytes": "outputs = X'FF'",
+}
+
+
+@pytest.mark.parametrize("change", BAD_ROWS.values(), ids=BAD_ROWS)
+def test_a_call_that_cannot_be_read_is_set_aside_and_stays_as_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, change: str
+) -> None:
+    journal = opened(tmp_path)
+    for name in ("before", "bad", "after"):
+        journal.add(call(name))
+    journal.close()
+    path = tmp_path / "journal.sqlite3"
+    with sqlite3.connect(path) as database:
+        database.execute(f"UPDATE calls SET {change} WHERE id = 'bad'")
+    database.close()
+    question = "SELECT status, CAST(call AS BLOB), outputs FROM calls WHERE id = 'bad'"
+    with sqlite3.connect(path) as database:
+        before = database.execute(question).fetchone()
+    database.close()
+    journal = opened(tmp_path)
+    assert journal.unfinished() == [call("before"), call("after")]
+    assert [record.message for record in caplog.records if "'bad'" in record.message]
+    assert len(caplog.records) == 1
+    with pytest.raises(UnreadableCallError, match="bad"):
+        journal.find("", "bad")
+    journal.close()
+    with sqlite3.connect(path) as database:
+        assert database.execute(question).fetchone() == before
+    database.close()
+    journal = opened(tmp_path)
+    assert journal.remove("", "bad")
+    journal.close()
+
+
+@pytest.mark.parametrize("is_cut_off", [False, True])
+def test_a_database_that_is_damaged_is_refused_with_its_name_and_left_alone(
+    tmp_path: Path, is_cut_off: bool
+) -> None:
+    journal = opened(tmp_path)
+    for number in range(40):
+        record = call(str(number))
+        record.requests[0].prompt = list(range(2000))
+        journal.add(record)
+    journal.close()
+    path = tmp_path / "journal.sqlite3"
+    content = bytearray(path.read_bytes())
+    if is_cut_off:
+        del content[3 * 4096 :]
+    for at in range(3 * 4096, len(content), 4096):
+        content[at : at + 200] = bytes(range(200))
+    path.write_bytes(content)
+
+    def start() -> None:
+        journal = Journal(tmp_path)
+        try:
+            journal.claim(IDENTITY)
+            journal.unfinished()
+        finally:
+            journal.close()
+
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"journal\.sqlite3.*name another state_dir"):
+            start()
+    assert path.read_bytes() == content

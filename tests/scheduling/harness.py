@@ -143,6 +143,7 @@ class Harness:
                 n=old.n,
                 priority=old.priority,
                 arrival_time=old.arrival_time,
+                waits_since=self.now - before.waited_s(old),
             )
             if keeps_tokens and old.first_token_time is not None:
                 request.continue_from([(s.output_tokens, s.finish_reason) for s in old.sequences])

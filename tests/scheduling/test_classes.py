@@ -186,6 +186,35 @@ class TestAging:
         assert patient.status is RequestStatus.SWAPPED
         harness.run()
 
+    def test_of_an_earlier_process_only_what_it_waited_counts(self) -> None:
+        """Not its age, of which most was running, or nobody's time at all."""
+        harness = tiny(max_num_seqs=1, priority_aging=10)
+        harness.now = 5000.0
+        ran, waited = (
+            harness.add(p=4, o=9, priority=5, arrival_time=1400.0 + k, waits_since=5000.0 - 25 * k)
+            for k in range(2)
+        )
+        urgent = harness.add(p=4, o=3)
+        harness.step()  # at 5001 s
+        assert (ran.rank, waited.rank) == (5, 5 - 2)
+        assert harness.scheduler.waited_s(waited) == 25 + 1
+        assert urgent.status is RequestStatus.RUNNING
+        until(harness, waited, RequestStatus.RUNNING)
+        assert ran.status is RequestStatus.WAITING  # though it came first
+        harness.run()
+
+    def test_after_a_change_by_hand_waiting_counts_anew(self) -> None:
+        harness = tiny(max_num_seqs=1, priority_aging=10)
+        harness.add(p=4, o=40)
+        waiting = harness.add(p=4, o=3, priority=5, arrival_time=-90.0, waits_since=-30.0)
+        harness.step()
+        assert harness.scheduler.waited_s(waiting) == 31
+        harness.scheduler.set_priority(waiting.request_id, 5)
+        harness.step()
+        assert harness.scheduler.waited_s(waiting) == 1
+        assert waiting.rank == 5
+        harness.run()
+
     def test_once_risen_it_comes_back_before_newcomers_and_stays(self) -> None:
         """Else every newcomer would park it again, however long it had waited."""
         harness = tiny(max_num_seqs=1, priority_aging=5)

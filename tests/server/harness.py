@@ -80,6 +80,7 @@ def make_engine(
     max_model_len: int = 1024,
     tokenizer: ByteTokenizer | None = None,
     record: Path | None = None,
+    priority_aging: float | None = None,
     **engine_options: Any,
 ) -> AsyncEngine:
     """An engine over bytes; not started."""
@@ -91,6 +92,7 @@ def make_engine(
         max_num_batched_tokens=max(512, max_num_seqs),
         max_model_len=max_model_len,
         max_queue=max_queue,
+        priority_aging=priority_aging,
     )
     recorder = record and Recorder(RecordingFile(record), model_name=MODEL, max_bytes=2**20)
     return AsyncEngine(

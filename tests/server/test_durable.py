@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import sqlite3
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -646,3 +648,83 @@ def numbered_events(text: str) -> list[tuple[int, dict[str, Any]]]:
         number = int(name.removeprefix("id: ")) if name else 0
         found.append((number, json.loads(data.removeprefix("data: "))))
     return found
+
+
+def change(state_dir: Path, what: str) -> None:
+    """Change the journal behind its back."""
+    with sqlite3.connect(state_dir / "journal.sqlite3") as database:
+        database.execute(f"UPDATE calls SET {what}")
+    database.close()
+
+
+def test_one_call_that_cannot_be_read_is_an_error_of_its_own(tmp_path: Path) -> None:
+    async def cut_off() -> None:
+        async with durable(tmp_path, slow()) as (client, engine):
+            names = ("good", "mine")
+            calls = [
+                client.post(COMPLETIONS, json=BODY, headers={"X-Request-Id": name})
+                for name in names
+            ]
+            tasks = [asyncio.create_task(call) for call in calls]
+            await until(lambda: engine.stats().generation_tokens > 1, "they run")
+            await engine.shutdown(0.0)
+            await asyncio.gather(*tasks)
+
+    async def go_on() -> None:
+        async with durable(tmp_path) as (client, engine):
+            assert engine.stats().requests_accepted == 1
+            await until_it_runs(client, "/v1/requests/good")
+            for answer in (
+                await client.get("/v1/requests/mine"),
+                await client.get("/v1/requests/mine?stream=true"),
+                await client.post(COMPLETIONS, json=BODY, headers=MINE),
+            ):
+                assert answer.status_code == 409
+                assert "mine" in answer.json()["error"]["message"]
+            assert (await client.delete("/v1/requests/mine")).status_code == 200
+            assert (await client.get("/v1/requests/mine")).status_code == 404
+
+    asyncio.run(cut_off())
+    change(tmp_path, "outputs = '[]' WHERE id = 'mine'")
+    asyncio.run(go_on())
+
+
+def test_a_restart_goes_on_with_what_was_waited_and_not_with_the_age(tmp_path: Path) -> None:
+    """One runs, the other waits for it; then the server is down for an hour."""
+    begun_s = time.monotonic()
+
+    async def cut_off() -> tuple[float, float]:
+        """Longest wait of the first, shortest wait of the second."""
+        engine = make_engine(AlphabetExecutor(step_s=0.01), max_num_seqs=1, priority_aging=60)
+        async with durable(tmp_path, engine) as (client, _):
+            body = {**BODY, "max_tokens": 900, "priority": 5}
+            post = partial(client.post, COMPLETIONS, json=body)
+            first = asyncio.create_task(post(headers={"X-Request-Id": "runs"}))
+            await until(lambda: engine.stats().generation_tokens > 0, "the first runs")
+            longest_s = time.monotonic() - begun_s
+            second = asyncio.create_task(post(headers={"X-Request-Id": "waits"}))
+            await until(lambda: engine.stats().waiting == 1, "the second waits")
+            waits_since = time.monotonic()
+            await asyncio.sleep(0.3)
+            shortest_s = time.monotonic() - waits_since
+            await engine.shutdown(0.0)
+            await asyncio.gather(first, second)
+        return longest_s, shortest_s
+
+    async def go_on() -> dict[int, int]:
+        engine = make_engine(AlphabetExecutor(step_s=0.01), max_num_seqs=1, priority_aging=0.1)
+        async with durable(tmp_path, engine):
+            return {
+                request.order: request.claim - request.rank
+                for request in engine._engine.scheduler.requests.values()
+            }
+
+    longest_s, shortest_s = asyncio.run(cut_off())
+    journal = Journal(tmp_path)
+    waited_s = {call.call_id: call.requests[0].waited_s for call in journal.unfinished()}
+    journal.close()
+    assert waited_s["runs"] <= longest_s
+    assert shortest_s <= waited_s["waits"] <= time.monotonic() - begun_s
+    change(tmp_path, "call = json_set(call, '$.created_s', json_extract(call, '$.created_s')-3600)")
+    risen = asyncio.run(go_on())
+    assert all(classes < 1000 for classes in risen.values())  # an hour would be 36,000

@@ -64,7 +64,9 @@ async def cut_off(state_dir: Path, faults: str = "", **options: Any) -> None:
     assert await requests.close() == len(BODIES)
 
 
-async def go_on(state_dir: Path, faults: str = "", **options: Any) -> EngineStats:
+async def go_on(
+    state_dir: Path, faults: str = "", *, is_removed: bool = True, **options: Any
+) -> EngineStats:
     """The next process finishes all of them, with the texts of a run that nobody disturbed."""
     engine = make_engine(**options)
     journal = Journal(state_dir)
@@ -72,7 +74,7 @@ async def go_on(state_dir: Path, faults: str = "", **options: Any) -> EngineStat
     requests = DurableRequests(engine, journal, Faults.parse(faults))
     async with in_process(engine, durable=requests) as client:
         assert await requests.recover() == len(BODIES)
-        assert not journal.kv_path.exists()
+        assert not (is_removed and journal.kv_path.exists())
         for number, wanted in enumerate(await undisturbed()):
             assert texts(await finished(client, f"job-{number}")) == wanted
     await requests.close()
@@ -250,4 +252,36 @@ def test_an_engine_that_is_asked_to_stop_at_the_start_keeps_the_file(tmp_path: P
 
     asyncio.run(cut_off(tmp_path))
     asyncio.run(stop_at_once())
+    assert asyncio.run(go_on(tmp_path)).recomputed_tokens == 0
+
+
+@pytest.mark.parametrize("name", ["kv-cache", "kv-cache.new"])
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_what_is_no_file_in_its_place_costs_a_recompute_and_a_line_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, make: Callable[[Path], None]
+) -> None:
+    asyncio.run(cut_off(tmp_path))
+    (tmp_path / "kv-cache").unlink()
+    make(tmp_path / name)
+    stats = asyncio.run(go_on(tmp_path, is_removed=False))
+    assert stats.recomputed_tokens > 0
+    can_be_removed = make is os.mkfifo
+    assert (tmp_path / name).exists() is not can_be_removed
+    if not (can_be_removed and name == "kv-cache.new"):  # that is removed without being looked at
+        warnings = [r.message for r in caplog.records if r.levelno >= logging.WARNING]
+        assert any(str(tmp_path / name) in message for message in warnings)
+
+
+def test_where_nothing_can_be_saved_an_orderly_end_is_one_all_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tmp_path.joinpath("kv-cache.new").mkdir()
+    asyncio.run(cut_off(tmp_path))
+    assert any("could not be saved" in record.message for record in caplog.records)
+    assert asyncio.run(go_on(tmp_path, is_removed=False)).recomputed_tokens > 0
+
+
+def test_a_pipe_left_where_the_file_is_written_is_no_hindrance(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "kv-cache.new")
+    asyncio.run(cut_off(tmp_path))
     assert asyncio.run(go_on(tmp_path)).recomputed_tokens == 0

@@ -118,7 +118,9 @@ class TestDurations:
 
 
 steps = st.lists(
-    st.tuples(st.floats(0, 100), st.integers(0, 40), st.floats(0, 1)), min_size=2, max_size=200
+    st.tuples(st.floats(0, 100), st.integers(0, 40), st.floats(0, 1, allow_subnormal=False)),
+    min_size=2,
+    max_size=200,
 )
 
 

@@ -361,6 +361,33 @@ def test_what_an_earlier_process_began_goes_on_in_a_replay(tmp_path: Path) -> No
     assert checked(write(tmp_path / "lie", rows)).difference is not None
 
 
+def test_what_an_earlier_process_had_waited_counts_in_a_replay_too(tmp_path: Path) -> None:
+    """It is older than it has waited; both are told, and a file without the second is of before."""
+    harness = RecordedHarness(
+        tmp_path / "r", block_size=4, num_blocks=60, max_num_seqs=1, priority_aging=2.0
+    )
+    harness.engine.add_request("x" * 9, SamplingParams(max_tokens=5))
+    for age_s, waited_s in ((90.0, 0.1), (60.0, 7.3), (30.0, 29.0)):
+        prepared = harness.engine.prepare_again(
+            list(b"once more"),
+            SamplingParams(max_tokens=9, seed=1),
+            priority=6,
+            cache_salt="",
+            age_s=age_s,
+            waited_s=waited_s,
+        )
+        harness.engine.submit(prepared)
+    harness.run()
+    harness.close()
+    assert checked(tmp_path / "r").difference is None
+    rows = rows_of(tmp_path / "r")
+    arrivals = [row for row in rows if row["e"] == "in"]
+    assert ["waits_since" in row for row in arrivals] == [False, True, True, True]
+    for row in arrivals[1:]:
+        del row["waits_since"]
+    assert checked(write(tmp_path / "lie", rows)).difference is not None
+
+
 def test_what_came_back_with_its_kv_is_parked_in_a_replay_too(tmp_path: Path) -> None:
     """One of four finds its KV unreadable; a replay knows which, and where the others lie."""
     first = RecordedHarness(tmp_path / "first", block_size=4, num_blocks=60)

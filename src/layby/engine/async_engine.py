@@ -65,7 +65,7 @@ class RequestStream:
     """
 
     __slots__ = ("_arrived", "_closed", "_deltas", "_ended", "_open_samples", "_owner", "loop",
-                 "num_prompt_tokens", "request_id")  # fmt: skip
+                 "num_prompt_tokens", "request_id", "waited_s")  # fmt: skip
 
     def __init__(
         self, owner: AsyncEngine, prepared: PreparedRequest, loop: asyncio.AbstractEventLoop
@@ -79,6 +79,7 @@ class RequestStream:
         self._open_samples = set(range(prepared.request.n))
         self._ended = False  # the last delta has come
         self._closed = False
+        self.waited_s = 0.0  # until a shutdown cut it off; for the next process
 
     def __aiter__(self) -> RequestStream:
         return self
@@ -475,6 +476,7 @@ class AsyncEngine:
         priority: int,
         cache_salt: str,
         age_s: float,
+        waited_s: float = 0.0,
         outputs: Sequence[tuple[list[int], str | None]] = (),
         kept: KVFile | None = None,
     ) -> PreparedRequest:
@@ -485,6 +487,7 @@ class AsyncEngine:
             priority=priority,
             cache_salt=cache_salt,
             age_s=age_s,
+            waited_s=waited_s,
             outputs=outputs,
             kept=kept,
         )
@@ -678,7 +681,8 @@ class AsyncEngine:
         if cut_off is not None:
             self._unfinished = self._engine.unfinished_kv()
             self._num_cut_off += len(self._streams)
-            for request_id in list(self._streams):
+            for request_id, stream in list(self._streams.items()):
+                stream.waited_s = self._engine.waited_s(request_id)
                 self._abort(request_id, cut_off)
         self._flush()  # so that refusals do not wait for the step
         # After a cut there is no other step: it might touch what is to be saved.

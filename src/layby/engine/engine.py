@@ -377,6 +377,10 @@ class Engine(RequestPreparer):
 
     # --- from one process to the next ---
 
+    def waited_s(self, request_id: str) -> float:
+        """Seconds that a live request has waited, as far as they count for its class."""
+        return self.scheduler.waited_s(self._live[request_id].request)
+
     def unfinished_kv(self) -> UnfinishedKV:
         """Where the KV of live requests lies, for saving it; between two steps."""
         places = []

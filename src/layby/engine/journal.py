@@ -11,24 +11,31 @@ last changes back; the database as such survives that too.
 
 from __future__ import annotations
 
+import errno
 import fcntl
-import json
 import logging
 import os
 import sqlite3
+import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
-from enum import Enum
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 from layby.engine.config import DEFAULT_KEEP_S
-from layby.engine.outputs import CompletionDelta, RequestDelta
+from layby.engine.journal_records import (
+    CallRecord,
+    CallStatus,
+    UnreadableCallError,
+    call_from_row,
+    call_to_json,
+    outputs_to_json,
+    to_json,
+    unreadable,
+)
 from layby.errors import ConfigError
-from layby.execution.executor import PositionLogprobs, TokenLogprob
-from layby.sampling_params import SamplingParams
 
 logger = logging.getLogger("layby.engine")
 
@@ -58,112 +65,10 @@ CREATE INDEX IF NOT EXISTS calls_by_status ON calls (status, ended_s);
 _COLUMNS: Final = "owner, id, status, is_fetched, ended_s, call, outputs, error"
 
 
-class CallStatus(Enum):
-    """How far a call has come."""
-
-    OPEN = "open"
-    DONE = "done"
-    FAILED = "failed"
-
-
-@dataclass(slots=True)
-class SampleRecord:
-    """One sample so far.
-
-    Attributes:
-        token_ids: Output tokens, a stop token among them.
-        text: What is shown of them.
-        text_ends: For every token, how many characters of ``text`` were shown with it.
-        logprobs: One entry per token, where asked for.
-    """
-
-    token_ids: list[int] = field(default_factory=list)
-    text: str = ""
-    text_ends: list[int] = field(default_factory=list)
-    logprobs: list[PositionLogprobs] | None = None
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-
-    def add(self, piece: CompletionDelta) -> None:
-        """Append what one step added."""
-        self.text += piece.text
-        self.token_ids += piece.token_ids
-        self.text_ends += [len(self.text)] * len(piece.token_ids)
-        if piece.logprobs is not None:
-            if self.logprobs is None:
-                self.logprobs = []
-            self.logprobs += piece.logprobs
-        if piece.finish_reason is not None:
-            self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
-
-
-@dataclass(slots=True)
-class RequestRecord:
-    """One prompt of a call.
-
-    Attributes:
-        prompt: Its token ids.
-        params: With seed and ``max_tokens`` settled.
-        samples: ``params.n`` of them.
-        prompt_logprobs: One entry per prompt token, once they are known, where asked for.
-    """
-
-    prompt: list[int]
-    params: SamplingParams
-    samples: list[SampleRecord]
-    prompt_logprobs: list[PositionLogprobs | None] | None = None
-
-    @classmethod
-    def new(cls, prompt: list[int], params: SamplingParams) -> RequestRecord:
-        """Nothing has come yet."""
-        return cls(prompt, params, [SampleRecord() for _ in range(params.n)])
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether every sample has ended."""
-        return all(sample.finish_reason is not None for sample in self.samples)
-
-    @property
-    def has_started(self) -> bool:
-        """Whether every sample has a token: they get their first in the same step."""
-        return all(sample.token_ids for sample in self.samples)
-
-    def add(self, delta: RequestDelta) -> None:
-        """Append what one step added."""
-        for piece in delta.outputs:
-            self.samples[piece.index].add(piece)
-        if delta.prompt_logprobs is not None:
-            self.prompt_logprobs = delta.prompt_logprobs
-
-
-@dataclass(slots=True)
-class CallRecord:
-    """A call: what was asked, and what has come of it.
-
-    Attributes:
-        owner: Whose it is; nobody else learns that it exists.
-        call_id: Unique for its owner.
-        is_chosen: The client chose the id, so it may come back with it.
-        kind: The API whose shape the answer has: ``chat`` or ``completion``.
-        digest: Of everything that was asked.
-        created_s: When it was accepted, in seconds since 1970.
-        priority, cache_salt: As the engine has them.
-        echoes: Text and, where wanted, token ids of prompts that are part of the answer.
-        error: Why it failed.
-    """
-
-    owner: str
-    call_id: str
-    is_chosen: bool
-    kind: str
-    digest: str
-    created_s: float
-    requests: list[RequestRecord]
-    priority: int = 0
-    cache_salt: str = ""
-    echoes: list[tuple[str, list[int]]] = field(default_factory=list)
-    status: CallStatus = CallStatus.OPEN
-    error: str | None = None
+_WHAT_TO_DO: Final = (
+    "put back a copy of it, or name another state_dir and leave what this one holds; "
+    "nothing was changed"
+)
 
 
 class Journal:
@@ -213,23 +118,25 @@ class Journal:
         """Say what the answers of this process depend on; must be called before all that follows.
 
         Raises:
-            ConfigError: The state is another model's; it is left as it is.
+            ConfigError: The state is another model's, or damaged; it is left as it is.
         """
         wanted = dict(identity)
-        with self._mutex:
-            self._check_identity(wanted)
+        with self._mutex, self._as_a_whole():
+            if self._check_identity(wanted):
+                return
             with self._database:
                 self._database.execute("BEGIN IMMEDIATE")
                 self._database.execute("DELETE FROM identity")
                 self._database.executemany("INSERT INTO identity VALUES (?, ?)", wanted.items())
 
-    def _check_identity(self, wanted: Mapping[str, str]) -> None:
+    def _check_identity(self, wanted: Mapping[str, str]) -> bool:
+        """Whether the identity is there already; raises if calls of another one are."""
         rows = self._database.execute("SELECT name, value FROM identity")
         found = {str(name): str(value) for name, value in rows}
         [[num_calls]] = self._database.execute("SELECT count(*) FROM calls")
         names = [name for name in {**found, **wanted} if found.get(name) != wanted.get(name)]
         if not num_calls or not names:
-            return  # nothing in it is anybody's, or all of it is ours
+            return not names  # nothing in it is anybody's, or all of it is ours
         differences = "; ".join(
             f"{name} {found.get(name, 'unknown')}, here {wanted.get(name, 'unknown')}"
             for name in names
@@ -255,8 +162,8 @@ class Journal:
                     call.owner,
                     call.call_id,
                     call.status.value,
-                    _call_to_json(call),
-                    _outputs_to_json(call.requests),
+                    call_to_json(call),
+                    outputs_to_json(call.requests),
                     call.error,
                 ),
             )
@@ -265,6 +172,8 @@ class Journal:
 
     def save(self, call: CallRecord) -> None:
         """Write down how far a call has come; one that has ended becomes a result."""
+        if call.status is CallStatus.OPEN:
+            self._save_waits(call)
         ended_s = None if call.status is CallStatus.OPEN else self._now()
         self._change(
             "UPDATE calls SET status = ?, ended_s = ?, outputs = ?, error = ? "
@@ -272,7 +181,7 @@ class Journal:
             (
                 call.status.value,
                 ended_s,
-                _outputs_to_json(call.requests),
+                outputs_to_json(call.requests),
                 call.error,
                 call.owner,
                 call.call_id,
@@ -281,11 +190,18 @@ class Journal:
         if self._now() - self._purged_s >= _PURGE_EVERY_S:
             self.purge()
 
-    def set_priority(self, owner: str, call_id: str, priority: int) -> None:
-        """The call is in another class."""
+    def _save_waits(self, call: CallRecord) -> None:
+        waited_s = [request.waited_s for request in call.requests]
         self._change(
-            "UPDATE calls SET call = json_set(call, '$.priority', ?) WHERE owner = ? AND id = ?",
-            (priority, owner, call_id),
+            "UPDATE calls SET call = json_patch(call, ?) WHERE owner = ? AND id = ?",
+            (to_json({"waited_s": waited_s if any(waited_s) else None}), call.owner, call.call_id),
+        )
+
+    def set_priority(self, owner: str, call_id: str, priority: int) -> None:
+        """The call is in another class, where it has not waited yet."""
+        self._change(
+            "UPDATE calls SET call = json_patch(call, ?) WHERE owner = ? AND id = ?",
+            (to_json({"priority": priority, "waited_s": None}), owner, call_id),
         )
 
     def mark_fetched(self, owner: str, call_id: str) -> None:
@@ -315,13 +231,35 @@ class Journal:
     # --- questions ---
 
     def find(self, owner: str, call_id: str) -> CallRecord | None:
-        """The call as it was last written down."""
-        found = self._select("WHERE owner = ? AND id = ?", (owner, call_id))
-        return found[0] if found else None
+        """The call as it was last written down.
+
+        Raises:
+            UnreadableCallError: What was written cannot be read.
+        """
+        try:
+            rows = self._select("WHERE owner = ? AND id = ?", (owner, call_id))
+        except sqlite3.DatabaseError as error:
+            raise unreadable(call_id, error) from error
+        return call_from_row(rows[0]) if rows else None
 
     def unfinished(self) -> list[CallRecord]:
-        """Calls that have not ended, in the order in which they were accepted."""
-        return self._select("WHERE status = 'open' ORDER BY rowid", ())
+        """Calls that have not ended, in the order in which they were accepted.
+
+        One that cannot be read is left out, with a line in the log; it stays as it is, for a
+        version that can.
+
+        Raises:
+            ConfigError: The database is damaged.
+        """
+        with self._as_a_whole():
+            rows = self._select("WHERE status = 'open' ORDER BY rowid", ())
+        calls = []
+        for row in rows:
+            try:
+                calls.append(call_from_row(row))
+            except UnreadableCallError as error:
+                logger.warning("%s: it is not resumed, and stays there as it is", error)
+        return calls
 
     def close(self) -> None:
         """Let the next process have the directory. May be called again."""
@@ -335,12 +273,21 @@ class Journal:
         with self._mutex:
             return self._database.execute(statement, tuple(values)).rowcount
 
-    def _select(self, condition: str, values: tuple[object, ...]) -> list[CallRecord]:
+    def _select(self, condition: str, values: tuple[object, ...]) -> list[tuple[Any, ...]]:
         with self._mutex:
-            rows = self._database.execute(
+            return self._database.execute(
                 f"SELECT {_COLUMNS} FROM calls {condition}", values
             ).fetchall()
-        return [_from_row(row) for row in rows]
+
+    @contextmanager
+    def _as_a_whole(self) -> Iterator[None]:
+        """What fails here concerns more than one call."""
+        try:
+            yield
+        except sqlite3.DatabaseError as error:
+            raise ConfigError(
+                f"{self.directory / _DATABASE} cannot be read ({error}): {_WHAT_TO_DO}"
+            ) from error
 
 
 # --- the directory ---
@@ -361,9 +308,25 @@ def _claim_directory(directory: Path) -> None:
 
 
 def _private(path: Path) -> int:
-    """Open a file, made if need be, that only its owner may read; whatever the umask."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    os.fchmod(handle, 0o600)
+    """Open a file, made if need be, that only its owner may read; whatever the umask.
+
+    Raises:
+        ConfigError: That cannot be.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    handle = -1
+    try:
+        handle = os.open(path, flags, 0o600)
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file")
+        os.fchmod(handle, 0o600)
+    except OSError as error:
+        if handle >= 0:
+            os.close(handle)
+        raise ConfigError(
+            f"{path} cannot be used ({error.strerror or error}): remove it if it is nothing of "
+            "Layby's, or name another state_dir"
+        ) from error
     return handle
 
 
@@ -385,116 +348,24 @@ def _lock(path: Path) -> int:
 
 def _open_database(path: Path) -> sqlite3.Connection:
     os.close(_private(path))  # SQLite gives its other files the same mode
+    # Autocommit: every statement is a transaction. Our own lock keeps the threads apart.
+    database = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    # What is no text is found out where it is read, and spoils nothing else.
+    database.text_factory = lambda text: text.decode(errors="surrogateescape")
     try:
-        # Autocommit: every statement is a transaction. Our own lock keeps the threads apart.
-        database = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         [[version]] = database.execute("PRAGMA user_version")
         if version not in (0, _VERSION):
-            database.close()
             raise ConfigError(
                 f"{path} has format {version}; this version of Layby reads {_VERSION}"
             )
         database.execute("PRAGMA journal_mode = WAL")
         database.execute("PRAGMA synchronous = NORMAL")
         database.executescript(_SCHEMA)
-        database.execute(f"PRAGMA user_version = {_VERSION}")
-    except sqlite3.Error as error:
-        raise ConfigError(f"{path} cannot be used: {error}") from error
+        if version != _VERSION:
+            database.execute(f"PRAGMA user_version = {_VERSION}")
+    except BaseException as error:
+        database.close()
+        if isinstance(error, sqlite3.Error):
+            raise ConfigError(f"{path} cannot be used ({error}): {_WHAT_TO_DO}") from error
+        raise
     return database
-
-
-# --- records to text and back ---
-
-
-def _to_json(value: object) -> str:
-    return json.dumps(value, separators=(",", ":"))
-
-
-def _call_to_json(call: CallRecord) -> str:
-    return _to_json(
-        {
-            "is_chosen": call.is_chosen,
-            "kind": call.kind,
-            "digest": call.digest,
-            "created_s": call.created_s,
-            "priority": call.priority,
-            "cache_salt": call.cache_salt,
-            "echoes": call.echoes,
-            "requests": [[request.prompt, asdict(request.params)] for request in call.requests],
-        }
-    )
-
-
-def _outputs_to_json(requests: Iterable[RequestRecord]) -> str:
-    return _to_json(
-        [
-            [
-                [
-                    [
-                        sample.token_ids,
-                        sample.text,
-                        sample.text_ends,
-                        _logprobs_to_lists(sample.logprobs),
-                        sample.finish_reason,
-                        sample.stop_reason,
-                    ]
-                    for sample in request.samples
-                ],
-                _logprobs_to_lists(request.prompt_logprobs),
-            ]
-            for request in requests
-        ]
-    )
-
-
-def _logprobs_to_lists(positions: Iterable[PositionLogprobs | None] | None) -> list[Any] | None:
-    if positions is None:
-        return None
-    return [
-        position
-        and [
-            [token.token_id, token.logprob, token.rank]
-            for token in (position.chosen, *position.top)
-        ]
-        for position in positions
-    ]
-
-
-def _from_row(row: tuple[Any, ...]) -> CallRecord:
-    owner, call_id, status, _is_fetched, _ended_s, call_text, outputs_text, error = row
-    call = json.loads(call_text)
-    requests = [
-        RequestRecord(prompt, _params(params), [_sample(item) for item in samples], _logprobs(rows))
-        for (prompt, params), (samples, rows) in zip(
-            call.pop("requests"), json.loads(outputs_text), strict=True
-        )
-    ]
-    call["echoes"] = [(text, ids) for text, ids in call["echoes"]]
-    return CallRecord(
-        owner=owner,
-        call_id=call_id,
-        status=CallStatus(status),
-        error=error,
-        requests=requests,
-        **call,
-    )
-
-
-def _params(values: dict[str, Any]) -> SamplingParams:
-    values["logit_bias"] = {int(token): bias for token, bias in values["logit_bias"].items()}
-    return SamplingParams(**values)
-
-
-def _sample(item: list[Any]) -> SampleRecord:
-    token_ids, text, text_ends, rows, finish_reason, stop_reason = item
-    logprobs = None if rows is None else [_position(row) for row in rows]
-    return SampleRecord(token_ids, text, text_ends, logprobs, finish_reason, stop_reason)
-
-
-def _logprobs(rows: list[Any] | None) -> list[PositionLogprobs | None] | None:
-    return None if rows is None else [row and _position(row) for row in rows]
-
-
-def _position(row: list[list[Any]]) -> PositionLogprobs:
-    chosen, *top = [TokenLogprob(*token) for token in row]
-    return PositionLogprobs(chosen, tuple(top))

@@ -151,6 +151,7 @@ class RequestPreparer:
         priority: int,
         cache_salt: str,
         age_s: float,
+        waited_s: float = 0.0,
         outputs: Sequence[tuple[list[int], str | None]] = (),
         kept: KVFile | None = None,
     ) -> PreparedRequest:
@@ -159,7 +160,8 @@ class RequestPreparer:
         Args:
             prompt, params, priority, cache_salt: As they were, ``params`` being the
                 ``settled_params`` of then.
-            age_s: Seconds since it arrived.
+            age_s: Seconds since it arrived: its place among others of its class.
+            waited_s: Seconds of these that it has waited: its claim to rise.
             outputs: The samples so far, if there is anything of them: for each its output tokens
                 and its finish reason.
             kept: The KV that process kept, of which this request takes its own.
@@ -170,6 +172,7 @@ class RequestPreparer:
         """
         prepared = self.prepare(prompt, params, priority=priority, cache_salt=cache_salt)
         assert prepared.request.arrival_time is not None  # set by prepare
+        prepared.request.waits_since = prepared.request.arrival_time - waited_s
         prepared.request.arrival_time -= age_s
         if outputs:
             try:

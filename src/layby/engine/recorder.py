@@ -165,6 +165,7 @@ class Recorder:
                 priority=bounded(request.priority),
                 use_prefix_cache=request.use_prefix_cache,
                 was_accepted=was_accepted,
+                waits_since=request.waits_since if was_accepted else None,
                 outputs=outputs if any(outputs) else [],
                 reasons=reasons if any(reasons) else [],
                 computed=[] if kept is None else list(kept.computed),

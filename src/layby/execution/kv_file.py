@@ -15,7 +15,9 @@ nobody can be given what is not his: a file that is older than it should be is u
 from __future__ import annotations
 
 import json
+import logging
 import os
+import stat
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +29,8 @@ from layby.execution.block_io import BlockFaultError, expect_bytes, inject
 from layby.execution.executor import BlockFormat
 from layby.execution.faults import Faults
 from layby.scheduling.kept import KVTables
+
+logger = logging.getLogger("layby.execution")
 
 _FORMAT: Final = 1
 _FOOTER: Final = struct.Struct("<QI4s")  # bytes of the index, its CRC-32, magic
@@ -94,9 +98,10 @@ class KVFileWriter:
         self._requests: list[list[Any]] = []
         self._checksums: list[int] = []
         path.unlink(missing_ok=True)
+        _unfinished(path).unlink(missing_ok=True)
         system = os.statvfs(path.parent)
         self._most_bytes = int(system.f_bavail * system.f_frsize * _SHARE_OF_FREE)
-        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._file = os.open(_unfinished(path), flags, 0o600)
         os.fchmod(self._file, 0o600)
 
@@ -195,8 +200,12 @@ class KVFile:
         self._path, self._block_bytes = path, block_format.num_bytes
         self._faults = faults or Faults({})
         self._kept: dict[str, list[KeptKV]] = {}
-        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        # Without waiting: opening a pipe would last until somebody writes to it.
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        self._file = os.open(path, flags)
         try:
+            if not stat.S_ISREG(os.fstat(self._file).st_mode):
+                raise BlockFaultError("other")
             index = self._index()
             self._checksums: list[int] = index["checksums"]
             is_ours = index["block"] == [block_format.name, block_format.num_bytes]
@@ -269,9 +278,19 @@ class KVFile:
 
 
 def remove_kv_file(path: Path) -> None:
-    """Remove the file, and what is left of one that was not completed."""
-    path.unlink(missing_ok=True)
-    _unfinished(path).unlink(missing_ok=True)
+    """Remove the file, and what is left of one that was not completed.
+
+    What cannot be removed costs a line in the log: an old file is useless, not harmful.
+    """
+    for each in (path, _unfinished(path)):
+        try:
+            each.unlink(missing_ok=True)
+        except OSError as error:
+            logger.warning(
+                "%s cannot be removed (%s): no KV cache can be saved there until it is gone",
+                each,
+                error.strerror or error,
+            )
 
 
 def _checksums(content: memoryview, block_bytes: int) -> list[int]:

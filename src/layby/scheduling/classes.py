@@ -113,8 +113,15 @@ class Classes:
         if self._aging_s is not None:
             assert request.waits_since is not None  # it waited
             self._rising.remove(request)
-            request.waited_s = max(0.0, now - request.waits_since)
+            request.waited_s = self.waited_s(request, now)
             request.waits_since = None
+
+    def waited_s(self, request: Request, now: float) -> float:
+        """Seconds that the request has waited since it came into its class by hand, or at all; 0
+        where waiting does not count."""
+        if request.waits_since is None:
+            return request.waited_s
+        return max(0.0, now - request.waits_since)
 
     def promote(self, now: float) -> None:
         """Everybody whose time has come rises."""

@@ -212,6 +212,8 @@ class Request:
         priority: Class; a smaller number is more urgent.
         arrival_time: Seconds on the scheduler's clock; the scheduler fills in its own time
             when None.
+        waits_since: When its wait began, on the same clock, if not with its arrival: an earlier
+            process had it, and it waited only part of the time since.
         min_tokens: Output tokens before a stop token counts.
         stop_token_ids: Tokens that end a sequence (end-of-sequence tokens among them, unless the
             caller ignores those).
@@ -265,6 +267,7 @@ class Request:
         n: int = 1,
         priority: int = 0,
         arrival_time: float | None = None,
+        waits_since: float | None = None,
         min_tokens: int = 0,
         stop_token_ids: Iterable[int] = (),
         cache_salt: str = "",
@@ -279,10 +282,9 @@ class Request:
             )
         _check_integers(request_id, max_tokens=max_tokens, n=n, min_tokens=min_tokens)
         check_priority(request_id, priority)
-        if arrival_time is not None and not math.isfinite(arrival_time):
-            raise InvalidRequestError(
-                f"arrival_time of request {request_id} is {arrival_time}", param="arrival_time"
-            )
+        for name, time in (("arrival_time", arrival_time), ("waits_since", waits_since)):
+            if time is not None and not math.isfinite(time):
+                raise InvalidRequestError(f"{name} of request {request_id} is {time}", param=name)
         try:
             array("q", tokens)  # what prefixes are hashed as
         except (TypeError, OverflowError) as error:
@@ -317,8 +319,8 @@ class Request:
         self.demoted_at_tokens = 0  # output tokens when its class was set or it last sank
         self.waited_s = 0.0  # before it came to the device last; kept where waiting counts
         # Off the device, where waiting counts: when it would have begun to wait, had it done so
-        # in one go.
-        self.waits_since: float | None = None
+        # in one go. Before it is added: as it was given.
+        self.waits_since = waits_since
 
     @property
     def is_finished(self) -> bool:

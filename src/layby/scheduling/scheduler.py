@@ -206,7 +206,8 @@ class Scheduler:
         self._num_added += 1
         request.order = self._num_added
         self.requests[request.request_id] = request
-        self._classes.begin_wait(request, request.arrival_time)
+        since, request.waits_since = request.waits_since, None
+        self._classes.begin_wait(request, request.arrival_time if since is None else since)
         self._is_quiet = False
         self.metrics.requests_accepted += 1
 
@@ -221,6 +222,10 @@ class Scheduler:
     def max_output_tokens(self, num_prompt_tokens: int, n: int = 1) -> int:
         """Largest ``max_tokens`` that context and device pool allow; 0 or less if none does."""
         return self._intake.max_output_tokens(num_prompt_tokens, n)
+
+    def waited_s(self, request: Request) -> float:
+        """Seconds that a live request has waited, as far as they count for its class."""
+        return self._classes.waited_s(request, self.clock())
 
     def set_priority(self, request_id: str, priority: int) -> bool:
         """Put a live request into another class, in whichever queue it is; from the next step on.
@@ -674,8 +679,9 @@ class Scheduler:
     def skip(self, steps: int, next_token: Callable[[Sequence], int]) -> None:
         """Take so many steps at once.
 
-        The same as as many calls of ``schedule`` and ``update`` while the clock stands still, at
-        the price of one. For simulators, which know the tokens beforehand.
+        As so many calls of ``schedule`` and ``update`` while the clock stands still, at the price of
+        one, except that new blocks may be dealt out in another order: who gets which block number may
+        differ. For simulators, which know the tokens beforehand.
 
         Args:
             steps: At most ``quiet_steps()``.

@@ -31,7 +31,14 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from layby.engine.journal import CallRecord, CallStatus, Journal, RequestRecord, SampleRecord
+from layby.engine.journal import Journal
+from layby.engine.journal_records import (
+    CallRecord,
+    CallStatus,
+    RequestRecord,
+    SampleRecord,
+    UnreadableCallError,
+)
 from layby.engine.outputs import CompletionDelta, CompletionOutput, RequestDelta, RequestOutput
 from layby.engine.workers import Workers
 from layby.errors import (
@@ -502,6 +509,8 @@ class DurableRequests:
         if not await self._engine.set_priorities(names, priority):
             return False
         live.record.priority = priority
+        for request in live.record.requests:
+            request.waited_s = 0.0
         await self._try_to_write(partial(self._journal.set_priority, owner, request_id, priority))
         return True
 
@@ -511,10 +520,14 @@ class DurableRequests:
         Raises:
             HTTPException: The caller has no such call.
         """
-        live = await self._find(owner, request_id)
-        if live is None:
-            raise _unknown(request_id)
-        self._cancel(live)
+        try:
+            live = await self._find(owner, request_id)
+        except UnreadableCallError:
+            pass  # it can be forgotten all the same
+        else:
+            if live is None:
+                raise _unknown(request_id)
+            self._cancel(live)
         await self._write(partial(self._journal.remove, owner, request_id))
         return json_response({"id": request_id, "object": "request.deleted", "deleted": True})
 
@@ -595,6 +608,7 @@ class DurableRequests:
                 priority=record.priority,
                 cache_salt=record.cache_salt,
                 age_s=max(0.0, time.time() - record.created_s),
+                waited_s=request.waited_s,
                 outputs=[(s.token_ids, s.finish_reason) for s in request.samples]
                 if request.has_started
                 else (),
@@ -625,6 +639,7 @@ class DurableRequests:
                     # process ends, the others get their own; they may have tokens to come.
                     if not isinstance(delta.error, EngineUnavailableError):
                         call.close_streams()
+                    call.record.requests[number].waited_s = call.streams[number].waited_s
                     return delta.error
                 call.add(number, delta)
         except Exception as fault:

@@ -6,6 +6,7 @@
 | UnknownModelError                        | 400    | invalid_request_error | model_not_found |
 | no or wrong API key                      | 401    | invalid_request_error | invalid_api_key |
 | no such path or model page / method      | 404/405| invalid_request_error | null            |
+| UnreadableCallError                      | 409    | invalid_request_error | null            |
 | body too large or too much / not JSON    | 413/415| invalid_request_error | null            |
 | the caller hung up while sending         | 499    | nobody reads it       |                 |
 | QueueFullError                           | 429    | rate_limit_error      | queue_full      |
@@ -34,6 +35,7 @@ from pydantic_core import ErrorDetails as PydanticError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from layby.engine.journal_records import UnreadableCallError
 from layby.errors import (
     EngineDrainingError,
     EngineUnavailableError,
@@ -75,6 +77,8 @@ def error_answer(error: Exception) -> tuple[int, ErrorAnswer, dict[str, str]]:
     if isinstance(error, InvalidRequestError):
         status, kind, param = 400, "invalid_request_error", error.param
         code = "model_not_found" if isinstance(error, UnknownModelError) else None
+    elif isinstance(error, UnreadableCallError):
+        status, kind = 409, "invalid_request_error"
     elif isinstance(error, QueueFullError):
         status, kind, code = 429, "rate_limit_error", "queue_full"
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))

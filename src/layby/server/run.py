@@ -212,8 +212,6 @@ async def _run(
         if durable is not None:
             await durable.recover()
         await server.serve(sockets=[sock])
-    except OSError as error:  # another process listened on the address while the model loaded
-        raise ConfigError(f"cannot listen: {error.strerror or error}") from error
     finally:
         if drains:
             await drains[0]
@@ -257,7 +255,10 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, then say so."""
-        await super().startup(sockets)
+        try:
+            await super().startup(sockets)
+        except OSError as error:  # another process listened there while the model loaded
+            raise ConfigError(f"cannot listen: {error.strerror or error}") from error
         print(self._welcome, flush=True)
 
 

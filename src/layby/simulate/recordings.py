@@ -602,6 +602,7 @@ class Replay:
                 n=arrival.n,
                 priority=arrival.priority,
                 arrival_time=arrival.time,
+                waits_since=arrival.waits_since,
                 min_tokens=arrival.min_tokens,
                 stop_token_ids=(STOP_TOKEN,),
                 use_prefix_cache=arrival.use_prefix_cache,

@@ -74,6 +74,8 @@ class Arrival:
         num_prompt_tokens, max_tokens, min_tokens, n, priority, use_prefix_cache: As ``Request``.
         request: The number by which other lines name it; 0 if it was refused.
         was_accepted: An earlier process had accepted it.
+        waits_since: Since when it counts as waiting, in seconds of the clock, where that is not
+            ``time``. Files of before have none: there it was ``time``.
         outputs: Output tokens that each of its samples had then, if any had.
         reasons: Why each of those had ended, if any had.
         computed: Positions of each of its live samples whose KV was kept, if any was: then it came
@@ -92,6 +94,7 @@ class Arrival:
     priority: int = 0
     use_prefix_cache: bool = True
     was_accepted: bool = False
+    waits_since: float | None = None
     outputs: Ints = field(default_factory=list)
     reasons: Strs = field(default_factory=list)
     computed: Ints = field(default_factory=list)
@@ -318,6 +321,7 @@ def _is_text(value: object) -> bool:
 _CHECKS: dict[str, Callable[[object], bool]] = {
     "int": _is_int,
     "float": _is_number,
+    "float | None": lambda value: value is None or _is_number(value),
     "str": _is_text,
     "bool": lambda value: type(value) is bool,
     "Ints": _is_list(_is_int),
