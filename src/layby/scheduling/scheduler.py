@@ -679,9 +679,9 @@ class Scheduler:
     def skip(self, steps: int, next_token: Callable[[Sequence], int]) -> None:
         """Take so many steps at once.
 
-        As so many calls of ``schedule`` and ``update`` while the clock stands still, at the price of
-        one, except that new blocks may be dealt out in another order: who gets which block number may
-        differ. For simulators, which know the tokens beforehand.
+        As so many calls of ``schedule`` and ``update`` while the clock stands still, at the price
+        of one, except that new blocks may be dealt out in another order. For simulators, which know
+        the tokens beforehand.
 
         Args:
             steps: At most ``quiet_steps()``.
