@@ -714,10 +714,12 @@ def test_a_restart_goes_on_with_what_was_waited_and_not_with_the_age(tmp_path: P
     async def go_on() -> dict[int, int]:
         engine = make_engine(AlphabetExecutor(step_s=0.01), max_num_seqs=1, priority_aging=0.1)
         async with durable(tmp_path, engine):
-            return {
+            risen = {
                 request.order: request.claim - request.rank
                 for request in engine._engine.scheduler.requests.values()
             }
+            await engine.shutdown(0.0)  # nobody waits for the rest
+        return risen
 
     longest_s, shortest_s = asyncio.run(cut_off())
     journal = Journal(tmp_path)
@@ -727,4 +729,5 @@ def test_a_restart_goes_on_with_what_was_waited_and_not_with_the_age(tmp_path: P
     assert shortest_s <= waited_s["waits"] <= time.monotonic() - begun_s
     change(tmp_path, "call = json_set(call, '$.created_s', json_extract(call, '$.created_s')-3600)")
     risen = asyncio.run(go_on())
+    assert len(risen) == 2
     assert all(classes < 1000 for classes in risen.values())  # an hour would be 36,000
