@@ -237,6 +237,19 @@ def test_a_request_that_needs_more_keeps_the_pool_and_then_it_goes_in_stages() -
     assert max(drops) <= 4
 
 
+def test_the_memory_of_swap_blocks_that_were_used_is_room_to_grow() -> None:
+    """The pool stayed small for ever beside a swap pool that nobody used any more."""
+    box = Box(preemption_mode="swap")
+    box.submit(6)
+    box.steps(21)
+    box.others = 67
+    box.steps(7)
+    box.others = 0
+    box.steps(100)
+    assert min(box.sizes) == LEAST
+    assert box.sizes[-1] == FULL
+
+
 def test_a_stage_is_no_larger_than_what_an_operator_wants() -> None:
     """While a request kept the pool above it, a stage down from there was its new target."""
     box = Box(limit=1000, block_mib=32)

@@ -171,7 +171,8 @@ class ElasticPool:
             self._grow(now, scheduler, advice.target_bytes, advice.reason)
 
     def _follow_shortage(self, scheduler: Scheduler) -> int:
-        """Parking costs RAM: price it, and empty what nobody is parked in.
+        """Parking costs RAM: price it while that is short. Until the pool has its largest size
+        again, empty what nobody is parked in: it may be the room to grow that is missing.
 
         Returns:
             Bytes given back.
@@ -179,7 +180,7 @@ class ElasticPool:
         was_short, self._is_short = self._is_short, self._advisor.is_short
         if self._is_short is not was_short:
             scheduler.set_costs(self.price(self._measured))
-        if not self._is_short:
+        if not self._is_short and scheduler.device_pool.num_blocks >= self.max_blocks:
             return 0
         blocks = scheduler.swap_pool.reclaim()
         self._give_back_parked(blocks)
